@@ -1,0 +1,219 @@
+"""The shared blocks of a decode step: norm, rotary, grouped-query attention over a cache, gates, MLPs.
+
+Shapes: n tokens a step, x [n, hidden], past keys and values [1, kv_heads, length, head_dim], cos and sin
+[n, rotated / 2], mask [1, 1, n, length + n]. Nothing has more than four dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recipes.plan import Layout, Options
+
+# Exp's argument on HTP fp16: below -17 it goes wrong (garbage from -100 on); e^10.5 = 36316 still fits in fp16.
+EXP_LOW, EXP_HIGH = -17.0, 10.5
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.dim,), self.weight, self.eps)
+
+
+def exp_neg(x: Tensor) -> Tensor:
+    """exp(-x) with the argument kept where HTP's fp16 Exp is right."""
+    return torch.exp(torch.clamp(-x, EXP_LOW, EXP_HIGH))
+
+
+def sigmoid(x: Tensor, accurate: bool) -> Tensor:
+    """Sigmoid; the accurate form avoids HTP's fp16 kernel (46 % off at -8, see docs/htp-accuracy.md)."""
+    return 1.0 / (1.0 + exp_neg(x)) if accurate else torch.sigmoid(x)
+
+
+def silu(x: Tensor, accurate: bool) -> Tensor:
+    """x * sigmoid(x)."""
+    return x / (1.0 + exp_neg(x)) if accurate else F.silu(x)
+
+
+def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
+    """GELU: `exact` (erf), `tanh`, or `sigmoid` (x * sigmoid(1.702 x), Hendrycks and Gimpel 2016).
+
+    The accurate exact form uses a least-squares fit of the normal CDF's logit (77 dB on N(0, 2)); the
+    accurate tanh form is an identity: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
+    """
+    if form == "sigmoid":
+        return x / (1.0 + exp_neg(1.702 * x)) if accurate else x * torch.sigmoid(1.702 * x)
+    if not accurate:
+        return F.gelu(x, approximate="tanh" if form == "tanh" else "none")
+    square = torch.clamp(x * x, 0.0, 64.0)
+    if form == "tanh":
+        return x / (1.0 + exp_neg(x * (1.5957691216 + 0.0713548163 * square)))
+    return x / (1.0 + exp_neg(x * (1.5983974 + square * (0.0732061 - 0.00069637 * torch.clamp(square, 0.0, 25.0)))))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half rotary on the leading 2 * cos.shape[-1] dims of x [heads, n, head_dim]; the rest pass through."""
+    half = cos.shape[-1]
+    rest = x.shape[-1] - 2 * half
+    first, second, *tail = torch.split(x, [half, half, rest] if rest else [half, half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, *tail], dim=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a cache, the query grouped by reshaping so that keys are never repeated.
+
+        x ─ q_proj ─ [heads, n, d] ─ (norm) ─ rotary ─ [1, kv, group * n, d] ─┐
+        x ─ k_proj ─ [kv, n, d] ─ (norm) ─ rotary ─ concat(past_key) ───── MatMul + mask ─ Softmax ─┐
+        x ─ v_proj ─ [kv, n, d] ─────────────────── concat(past_value) ─────────────────────────── MatMul
+        x ─ g_proj ─ sigmoid or silu, one scalar a head ──────────────────────────────────────────── Mul ─ o_proj
+
+    Returns (out [n, hidden], key, value): the new entries [1, kv_heads, n, head_dim], or under `roll` the
+    shifted window [1, kv_heads, length, head_dim].
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        layout: Layout,
+        options: Options,
+        scale: float | None = None,
+        qk_norm_eps: float | None = None,
+        gate: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.layout, self.accurate = layout, options.activations == "accurate"
+        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = RMSNorm(head_dim, qk_norm_eps), RMSNorm(head_dim, qk_norm_eps)
+        self.gate = gate
+        self.g_proj = nn.Linear(hidden, heads, bias=False) if gate else None
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        n, group = x.shape[0], self.heads // self.kv_heads
+        q = self.by_head(self.q_proj(x), self.heads, self.q_norm)
+        k = self.by_head(self.k_proj(x), self.kv_heads, self.k_norm)
+        v = self.by_head(self.v_proj(x), self.kv_heads, None)
+        q = rotate(q, cos, sin) * self.scale
+        k = rotate(k, cos, sin)
+        q = q.reshape(1, self.kv_heads, group * n, self.head_dim)
+        k = k.reshape(1, self.kv_heads, n, self.head_dim)
+        v = v.reshape(1, self.kv_heads, n, self.head_dim)
+        if self.layout == "join":
+            out = self.join(q, k, v, mask, past_key, past_value, n)
+        else:
+            keys, values = torch.cat([past_key, k], dim=2), torch.cat([past_value, v], dim=2)
+            out = torch.softmax(self.scores(q, keys, mask, n), dim=-1).reshape(1, self.kv_heads, group * n, -1) @ values
+            if self.layout == "roll":
+                k, v = keys[:, :, n:], values[:, :, n:]
+        out = out.reshape(self.heads, n, self.head_dim)
+        if self.g_proj is not None:
+            gates = self.g_proj(x)
+            gates = silu(gates, self.accurate) if self.gate == "silu" else sigmoid(gates, self.accurate)
+            out = out * gates.transpose(0, 1).reshape(self.heads, n, 1)
+        return self.o_proj(out.transpose(0, 1).reshape(n, self.heads * self.head_dim)), k, v
+
+    def by_head(self, x: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
+        """[n, heads * head_dim] to [heads, n, head_dim]."""
+        n = x.shape[0]
+        if norm is not None:
+            # HTP's RMSNormalization returns garbage at rank 3 when the third dim from the end exceeds 8.
+            x = norm(x.reshape(n * heads, self.head_dim))
+        return x.reshape(n, heads, self.head_dim).transpose(0, 1)
+
+    def scores(self, q: Tensor, keys: Tensor, mask: Tensor, n: int) -> Tensor:
+        """Masked scores [kv_heads, group, n, keys] of q [1, kv_heads, group * n, head_dim]."""
+        scores = q @ keys.transpose(2, 3)
+        return scores.reshape(self.kv_heads, self.heads // self.kv_heads, n, -1) + mask
+
+    def join(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor, n: int
+    ) -> Tensor:
+        """Score-space join: past and new scores share one max and one sum, and no key is concatenated."""
+        old_mask, new_mask = torch.split(mask, [past_key.shape[2], n], dim=-1)
+        old, new = self.scores(q, past_key, old_mask, n), self.scores(q, k, new_mask, n)
+        top = torch.maximum(old.amax(-1, keepdim=True), new.amax(-1, keepdim=True))
+        old, new = old - top, new - top
+        if self.accurate:
+            old, new = torch.clamp(old, min=EXP_LOW), torch.clamp(new, min=EXP_LOW)
+        old, new = torch.exp(old), torch.exp(new)
+        total = old.sum(-1, keepdim=True) + new.sum(-1, keepdim=True)
+        old, new = old / total, new / total
+        shape = (1, self.kv_heads, q.shape[2], -1)
+        return old.reshape(shape) @ past_value + new.reshape(shape) @ v
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x)); act is "silu", or a GELU form "exact", "tanh", "sigmoid"."""
+
+    def __init__(self, hidden: int, inner: int, act: str, options: Options) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.act = act if act == "silu" or options.gelu == "auto" else options.gelu
+        self.accurate = options.activations == "accurate"
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        gate = silu(gate, self.accurate) if self.act == "silu" else gelu(gate, self.act, self.accurate)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """The pre-norm layer of Llama, Qwen3 and Spark: x + attn(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, hidden: int, eps: float, attn: Attention, mlp: MLP) -> None:
+        super().__init__()
+        self.input_norm, self.attn = RMSNorm(hidden, eps), attn
+        self.post_norm, self.mlp = RMSNorm(hidden, eps), mlp
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out, key, value = self.attn(self.input_norm(x), cos, sin, mask, past_key, past_value)
+        x = x + out
+        return x + self.mlp(self.post_norm(x)), key, value
+
+
+class Embed(nn.Module):
+    """The first block: table lookup of ids [n] when the table is inside, then the model's embedding scale."""
+
+    def __init__(self, vocab: int, hidden: int, scale: float, inside: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(vocab, hidden)) if inside else None
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.embedding(x, self.weight) if self.weight is not None else x
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class Head(nn.Module):
+    """The last block: final norm and logits [n, vocab]."""
+
+    def __init__(self, hidden: int, vocab: int, eps: float) -> None:
+        super().__init__()
+        self.norm, self.lm_head = RMSNorm(hidden, eps), nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))

@@ -1,0 +1,369 @@
+"""The step contract: every input and output of a decode step or prefill chunk, saved as step.json.
+
+docs/step-contract.md explains it field by field for a host program in another language.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, cast
+
+from ringstep.errors import RingstepError, did_you_mean
+
+FORMAT = "ringstep.step"
+VERSION = 1
+MAX_JSON_BYTES = 64 << 20
+
+DType = Literal["float32", "float16", "int32"]
+CacheKind = Literal["ring", "append", "roll", "state"]
+Role = Literal[
+    "ids", "embedding", "cos", "sin", "mask", "key_in", "value_in", "key_out", "value_out",
+    "state_in", "state_out", "hidden", "logits",
+]  # fmt: skip
+DTYPE_BYTES = {"float32": 4, "float16": 2, "int32": 4}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output: `of` names the rotary or mask it belongs to, `layer` the layer of a cache tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    role: Role
+    of: str | None = None
+    layer: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """A rotary embedding: angle of pair i at position p is p * inv_freq[i]; cos and sin are times `scale`.
+
+    inv_freq holds rotated dims / 2 values; pair i is dims (i, i + rotated / 2) of the head ("rotate half"),
+    dims beyond the rotated ones pass through.
+    """
+
+    name: str
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+    theta: float = 0.0
+    kind: str = "default"
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """An additive mask [1, 1, n, length + n]: 0 where query i may look, `mask_value` elsewhere.
+
+    A query at position q sees a key at position p when p <= q and, with a window, q - p < window.
+    """
+
+    name: str
+    kind: CacheKind
+    length: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The K/V cache of one layer: two tensors [1, kv_heads, length, head_dim].
+
+    With key_layout "transposed" the keys are [1, kv_heads, head_dim, length].
+    """
+
+    layer: int
+    kind: CacheKind
+    length: int
+    kv_heads: int
+    head_dim: int
+    dtype: DType
+    rotary: str
+    mask: str
+    window: int | None = None
+    key_layout: Literal["plain", "transposed"] = "plain"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values together."""
+        return 2 * self.kv_heads * self.length * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """The table [vocab, hidden] in row-major order at `offset` bytes of `file`; the host looks rows up."""
+
+    file: str
+    offset: int
+    shape: tuple[int, int]
+    dtype: DType
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A graph file that computes part of the step; parts run in order and pass tensors on by name."""
+
+    file: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One static graph: n tokens a call. `parts` is keyed by format ("onnx", "qnn")."""
+
+    n: int
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    hidden: tuple[TensorSpec, ...] = ()
+    parts: dict[str, tuple[PartSpec, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Everything a host needs to drive the graphs of one artifact."""
+
+    recipe: str
+    model: str
+    vocab: int
+    hidden: int
+    context: int
+    dtype: DType
+    mask_value: float
+    eos: tuple[int, ...]
+    rotary: tuple[RotarySpec, ...]
+    masks: tuple[MaskSpec, ...]
+    caches: tuple[CacheSpec, ...]
+    graphs: tuple[GraphSpec, ...]
+    embedding: EmbeddingSpec | None = None
+    activations: Literal["accurate", "native"] = "native"
+    target: dict[str, str] = field(default_factory=dict)
+
+    def graph(self, n: int) -> GraphSpec:
+        """The graph that takes n tokens; RingstepError when there is none."""
+        for graph in self.graphs:
+            if graph.n == n:
+                return graph
+        raise RingstepError(f"step.json: no graph for n={n}; there are {[g.n for g in self.graphs]}")
+
+    def save(self, path: Path) -> None:
+        """Write step.json atomically."""
+        body = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        temp = path.with_name(path.name + ".tmp")
+        temp.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        os.replace(temp, path)
+
+    @staticmethod
+    def load(path: Path) -> StepSpec:
+        """Read and validate step.json (a file, or the folder that holds it).
+
+        Raises RingstepError naming the field on anything missing, unknown, wrongly typed or inconsistent.
+        """
+        path = path / "step.json" if path.is_dir() else path
+        try:
+            if path.stat().st_size > MAX_JSON_BYTES:
+                raise RingstepError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, not a step.json")
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RingstepError(f"{path}: no such file; is this an artifact made by ringstep export?") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise RingstepError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+        try:
+            return parse(body)
+        except RingstepError as error:
+            raise RingstepError(f"{path}: {error}") from None
+
+
+def parse(body: Any) -> StepSpec:
+    """Build a StepSpec from decoded JSON; RingstepError names the first bad field."""
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise RingstepError(f"format: not {FORMAT!r}; this is no step.json")
+    if body.get("version") != VERSION:
+        raise RingstepError(
+            f"version: {body.get('version')!r} is not {VERSION}; export again with this ringstep, or update it"
+        )
+    fields = {key: value for key, value in body.items() if key not in ("format", "version")}
+    spec = cast(StepSpec, _build(StepSpec, fields, ""))
+    _validate(spec)
+    return spec
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """Turn JSON into `kind` (dataclasses, tuples, dicts, unions, literals, scalars), strictly."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise RingstepError(f"{where or 'step'}: expected an object")
+        hints = typing.get_type_hints(kind)
+        for key in value:
+            if key not in hints:
+                raise RingstepError(f"{_join(where, key)}: unknown field{did_you_mean(key, hints)}")
+        for entry in dataclasses.fields(kind):
+            optional = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
+            if entry.name not in value and not optional:
+                raise RingstepError(f"{_join(where, entry.name)}: missing")
+        built = {key: _build(hints[key], item, _join(where, key)) for key, item in value.items()}
+        return cast(Any, kind)(**built)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise RingstepError(f"{where}: expected a list")
+        if args[-1] is Ellipsis:
+            return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(args):
+            raise RingstepError(f"{where}: expected {len(args)} items, found {len(value)}")
+        return tuple(_build(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise RingstepError(f"{where}: expected an object")
+        return {key: _build(args[1], item, _join(where, key)) for key, item in value.items()}
+    if origin is Literal:
+        if value not in args:
+            raise RingstepError(f"{where}: {value!r} is none of {', '.join(args)}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _build(next(a for a in args if a is not type(None)), value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise RingstepError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
+    if kind is float and not math.isfinite(value):
+        raise RingstepError(f"{where}: not a finite number")
+    return value
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RingstepError(message)
+
+
+def check_relative(path: str, where: str) -> None:
+    """Refuse a file name that leaves the artifact folder."""
+    pure = PurePosixPath(path)
+    bad = pure.is_absolute() or ".." in pure.parts or "\\" in path or "\0" in path or path in ("", ".")
+    _require(not bad, f"{where}: {path!r} leaves the artifact's folder")
+
+
+def _validate(spec: StepSpec) -> None:
+    for name in ("vocab", "hidden", "context"):
+        _require(getattr(spec, name) >= 1, f"{name}: must be at least 1")
+    _require(spec.dtype in ("float32", "float16"), "dtype: must be float32 or float16")
+    _require(spec.mask_value < 0, "mask_value: must be negative")
+    rotary = {r.name: r for r in spec.rotary}
+    masks = {m.name: m for m in spec.masks}
+    _require(len(rotary) == len(spec.rotary), "rotary: two with one name")
+    _require(len(masks) == len(spec.masks), "masks: two with one name")
+    for mask in spec.masks:
+        _require(mask.length >= 1, f"masks.{mask.name}.length: must be at least 1")
+        _require(mask.window is None or mask.window >= 1, f"masks.{mask.name}.window: must be at least 1")
+        if mask.kind == "ring":
+            _require(
+                mask.window is not None and mask.length == max(1, mask.window - 1),
+                f"masks.{mask.name}.length: a ring of window {mask.window} holds window - 1 entries",
+            )
+    _require([c.layer for c in spec.caches] == sorted({c.layer for c in spec.caches}), "caches: layers not in order")
+    for i, cache in enumerate(spec.caches):
+        where = f"caches[{i}]"
+        _require(cache.rotary in rotary, f"{where}.rotary: no rotary named {cache.rotary!r}")
+        _require(cache.mask in masks, f"{where}.mask: no mask named {cache.mask!r}")
+        mask = masks[cache.mask]
+        same = (mask.kind, mask.length, mask.window) == (cache.kind, cache.length, cache.window)
+        _require(same, f"{where}: kind, length or window differ from its mask {mask.name!r}")
+        _require(min(cache.kv_heads, cache.head_dim) >= 1, f"{where}: kv_heads and head_dim must be at least 1")
+        rotated = 2 * len(rotary[cache.rotary].inv_freq)
+        _require(rotated <= cache.head_dim, f"{where}: rotates {rotated} dims of {cache.head_dim}")
+    _require(bool(spec.graphs), "graphs: empty")
+    _require(len({g.n for g in spec.graphs}) == len(spec.graphs), "graphs: two with one n")
+    if spec.embedding:
+        check_relative(spec.embedding.file, "embedding.file")
+        _require(spec.embedding.offset >= 0, "embedding.offset: negative")
+        _require(spec.embedding.shape == (spec.vocab, spec.hidden), "embedding.shape: not [vocab, hidden]")
+    for graph in spec.graphs:
+        _validate_graph(spec, graph)
+
+
+def _validate_graph(spec: StepSpec, graph: GraphSpec) -> None:
+    where = f"graphs[n={graph.n}]"
+    _require(1 <= graph.n <= spec.context, f"{where}: n must lie in 1..context")
+    want_in, want_out = io_tensors(
+        graph.n, spec.vocab, spec.hidden, spec.dtype, spec.rotary, spec.masks, spec.caches, spec.embedding is None
+    )
+    for side, have, want in (("inputs", graph.inputs, want_in), ("outputs", graph.outputs, want_out)):
+        _require(len({t.name for t in have}) == len(have), f"{where}.{side}: two with one name")
+        known = {(t.role, t.of, t.layer): t for t in want}
+        for tensor in have:
+            match = known.pop((tensor.role, tensor.of, tensor.layer), None)
+            _require(match is not None, f"{where}.{side}.{tensor.name}: role {tensor.role!r} is not expected here")
+            assert match is not None
+            _require(
+                (tensor.shape, tensor.dtype) == (match.shape, match.dtype),
+                f"{where}.{side}.{tensor.name}: {list(tensor.shape)} {tensor.dtype} should be "
+                f"{list(match.shape)} {match.dtype}",
+            )
+        _require(not known, f"{where}.{side}: missing {', '.join(t.name for t in known.values())}")
+    available = {t.name for t in graph.inputs}
+    everything = available | {t.name for t in graph.outputs} | {t.name for t in graph.hidden}
+    for fmt, parts in graph.parts.items():
+        _require(bool(parts), f"{where}.parts.{fmt}: empty")
+        made = set(available)
+        for i, part in enumerate(parts):
+            check_relative(part.file, f"{where}.parts.{fmt}[{i}].file")
+            for name in part.inputs:
+                _require(name in made, f"{where}.parts.{fmt}[{i}].inputs: {name!r} is not available yet")
+            for name in part.outputs:
+                _require(name in everything, f"{where}.parts.{fmt}[{i}].outputs: {name!r} is not declared")
+            made |= set(part.outputs)
+        left = [t.name for t in graph.outputs if t.name not in made]
+        _require(not left, f"{where}.parts.{fmt}: no part returns {', '.join(left)}")
+
+
+def io_tensors(
+    n: int,
+    vocab: int,
+    hidden: int,
+    dtype: DType,
+    rotary: tuple[RotarySpec, ...],
+    masks: tuple[MaskSpec, ...],
+    caches: tuple[CacheSpec, ...],
+    ids: bool,
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The inputs and outputs that a step of n tokens has under this contract, in order.
+
+    With `ids` the embedding is inside the graph: input_ids int32 [n]; else x [n, hidden].
+    """
+    first = (
+        TensorSpec("input_ids", (n,), "int32", "ids") if ids else TensorSpec("x", (n, hidden), dtype, "embedding")
+    )
+    inputs, outputs = [first], [TensorSpec("logits", (n, vocab), dtype, "logits")]
+    for r in rotary:
+        inputs.append(TensorSpec(f"cos_{r.name}", (n, len(r.inv_freq)), dtype, "cos", r.name))
+        inputs.append(TensorSpec(f"sin_{r.name}", (n, len(r.inv_freq)), dtype, "sin", r.name))
+    for m in masks:
+        inputs.append(TensorSpec(f"mask_{m.name}", (1, 1, n, m.length + n), dtype, "mask", m.name))
+    for c in caches:
+        for what in ("key", "value"):
+            new = c.length if c.kind == "roll" else n
+            transposed = what == "key" and c.key_layout == "transposed"
+            shape = lambda entries, c=c, t=transposed: (
+                (1, c.kv_heads, c.head_dim, entries) if t else (1, c.kv_heads, entries, c.head_dim)
+            )
+            role_in, role_out = cast(Role, f"{what}_in"), cast(Role, f"{what}_out")
+            inputs.append(TensorSpec(f"past_{what}_{c.layer}", shape(c.length), c.dtype, role_in, None, c.layer))
+            prefix = "present" if c.kind == "roll" else "new"
+            outputs.append(TensorSpec(f"{prefix}_{what}_{c.layer}", shape(new), c.dtype, role_out, None, c.layer))
+    return tuple(inputs), tuple(outputs)

@@ -1,0 +1,208 @@
+"""DecodeSession: the one host loop. It owns the caches, fills masks and rotary tables, and writes rings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringstep.contract import CacheSpec, GraphSpec, StepSpec
+from ringstep.engines.base import Engine
+from ringstep.errors import RingstepError, did_you_mean
+from ringstep.slots import held_positions, visible, writes
+
+ENGINES = ("ort", "qnn-sim")
+
+
+class DecodeSession:
+    """Drives the graphs of an artifact token by token, or chunk by chunk.
+
+    A step either succeeds and advances `position`, or raises RingstepError and leaves every cache as it was.
+    """
+
+    def __init__(self, spec: StepSpec, engine: Engine, table: np.ndarray | None = None) -> None:
+        """`table` [vocab, hidden] is the embedding table where the graph takes x (spec.embedding)."""
+        if spec.embedding is not None and (table is None or table.shape != spec.embedding.shape):
+            raise RingstepError("the graph takes embeddings: a table [vocab, hidden] is needed")
+        self.spec, self.engine, self.table = spec, engine, table
+        self.position = 0
+        self.caches: dict[tuple[int, str], np.ndarray] = {
+            (cache.layer, what): np.zeros(tensor_shape(cache, what), cache.dtype)
+            for cache in spec.caches
+            for what in ("key", "value")
+        }
+        self.buffers = {graph.n: Buffers(spec, graph) for graph in spec.graphs}
+        # A padded chunk would shift a rolled window too far.
+        self.may_pad = all(cache.kind != "roll" for cache in spec.caches)
+
+    @classmethod
+    def open(cls, path: str | Path, engine: str = "ort", **options: Any) -> DecodeSession:
+        """Open an artifact folder on an engine: "ort" (ONNX Runtime CPU) or "qnn-sim" (the HTP simulator)."""
+        folder = Path(path)
+        spec = StepSpec.load(folder)
+        made: Engine
+        if engine == "ort":
+            from ringstep.engines.ort import OrtEngine
+
+            made = OrtEngine(folder, spec, **options)
+        elif engine == "qnn-sim":
+            from ringstep.engines.qnn_sim import QnnSimEngine
+
+            made = QnnSimEngine(folder, spec, **options)
+        else:
+            raise RingstepError(f"engine {engine!r} is unknown{did_you_mean(engine, ENGINES)}; {', '.join(ENGINES)}")
+        return cls(spec, made, open_table(folder, spec))
+
+    def step(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Process tokens and return their logits, float32 [len(token_ids), vocab].
+
+        Any number of tokens: they are cut into the graphs' chunk sizes, a remainder is padded (its padding is
+        never written) or decoded one by one. Raises RingstepError on context overflow, an id outside the
+        vocabulary, a graph that left an output unwritten, and values that are not finite.
+        """
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+            raise RingstepError("step: token_ids must be a non-empty list of whole numbers")
+        if ids.min() < 0 or ids.max() >= self.spec.vocab:
+            raise RingstepError(f"step: a token id lies outside 0..{self.spec.vocab - 1}")
+        if self.position + len(ids) > self.spec.context:
+            raise RingstepError(
+                f"step: position {self.position} + {len(ids)} tokens pass the context of {self.spec.context}; "
+                "reset() or export with a larger --context"
+            )
+        logits = np.empty((len(ids), self.spec.vocab), np.float32)
+        done = 0
+        while done < len(ids):
+            n = self.pick(len(ids) - done)
+            count = min(n, len(ids) - done)
+            logits[done : done + count] = self.run(n, ids[done : done + count])
+            done += count
+        return logits
+
+    def pick(self, left: int) -> int:
+        """The graph for the next call: the largest chunk that is filled, else the smallest that can be padded."""
+        sizes = sorted(self.buffers)
+        fitting = [n for n in sizes if n <= left]
+        padded = [n for n in sizes if n > left] if self.may_pad else []
+        # Padding beats running several smaller graphs: a chunk costs little more than a token on an NPU.
+        if fitting and (not padded or left < 2 or fitting[-1] == left or fitting[-1] > 1):
+            return fitting[-1]
+        if padded:
+            return padded[0]
+        raise RingstepError(f"step: {left} tokens left and the smallest graph takes {sizes[0]}; export with --chunk 1")
+
+    def run(self, n: int, ids: np.ndarray) -> np.ndarray:
+        """One call of the graph of n tokens on len(ids) <= n tokens: logits [len(ids), vocab], caches updated."""
+        spec, buffers, count = self.spec, self.buffers[n], len(ids)
+        buffers.fill(self.position, ids, self.table)
+        for name, cache, what in buffers.past:
+            buffers.inputs[name] = self.caches[cache.layer, what]
+        for array in buffers.outputs.values():
+            array.flat[0] = np.nan  # an engine that writes nothing is caught by the check below
+        self.engine.run(n, buffers.inputs, buffers.outputs)
+        for name, array in buffers.outputs.items():
+            part = array[:count] if name == "logits" else array
+            if not np.isfinite(part).all():
+                raise RingstepError(
+                    f"step: output {name} of the graph n={n} at position {self.position} is not finite (overflow in "
+                    f"{spec.dtype}, or an output the engine never wrote); the caches were left as they were"
+                )
+        for name, cache, what in buffers.fresh:
+            self.write(cache, what, name, buffers, count)
+        self.position += count
+        return buffers.outputs["logits"][:count].astype(np.float32)
+
+    def write(self, cache: CacheSpec, what: str, name: str, buffers: Buffers, count: int) -> None:
+        """Store a step's new entries; a rolled cache trades places with the output that replaces it."""
+        new, old = buffers.outputs[name], self.caches[cache.layer, what]
+        if cache.kind == "roll":
+            self.caches[cache.layer, what], buffers.outputs[name] = new, old
+            return
+        axis = 3 if what == "key" and cache.key_layout == "transposed" else 2
+        for source, slot, length in writes(cache.kind, cache.length, self.position, count):
+            if axis == 2:
+                old[:, :, slot : slot + length] = new[:, :, source : source + length]
+            else:
+                old[:, :, :, slot : slot + length] = new[:, :, :, source : source + length]
+
+    def entries(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a layer's cache holds now: positions [m] in order, keys and values float32 [kv_heads, m, head_dim]."""
+        cache = self.spec.caches[layer]
+        held = held_positions(cache.kind, cache.length, self.position)
+        slots = np.argsort(held, kind="stable")[int((held < 0).sum()) :]
+        keys, values = self.caches[layer, "key"][0], self.caches[layer, "value"][0]
+        if cache.key_layout == "transposed":
+            keys = keys.transpose(0, 2, 1)
+        return held[slots], keys[:, slots].astype(np.float32), values[:, slots].astype(np.float32)
+
+    def reset(self) -> None:
+        """Forget everything: position 0, caches zero."""
+        self.position = 0
+        for array in self.caches.values():
+            array.fill(0)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self.engine.close()
+
+    def __enter__(self) -> DecodeSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Buffers:
+    """The arrays of one graph: inputs that are refilled each call, outputs that are reused."""
+
+    def __init__(self, spec: StepSpec, graph: GraphSpec) -> None:
+        self.spec, self.graph = spec, graph
+        caches = {cache.layer: cache for cache in spec.caches}
+        self.inputs = {t.name: np.zeros(t.shape, t.dtype) for t in graph.inputs if t.layer is None}
+        self.outputs = {t.name: np.zeros(t.shape, t.dtype) for t in graph.outputs}
+        what = lambda role: role.split("_")[0]
+        self.past = [(t.name, caches[t.layer], what(t.role)) for t in graph.inputs if t.layer is not None]
+        self.fresh = [(t.name, caches[t.layer], what(t.role)) for t in graph.outputs if t.layer is not None]
+        self.by_role = {(t.role, t.of): t.name for t in graph.inputs if t.layer is None}
+
+    def fill(self, position: int, ids: np.ndarray, table: np.ndarray | None) -> None:
+        """Write ids or embeddings, rotary tables and masks for tokens from `position` on."""
+        n, count = self.graph.n, len(ids)
+        if table is None:
+            feed = self.inputs[self.by_role["ids", None]]
+            feed[:count] = ids
+            feed[count:] = ids[-1]
+        else:
+            feed = self.inputs[self.by_role["embedding", None]]
+            feed[:count] = table[ids]
+            feed[count:] = feed[count - 1]
+        for rotary in self.spec.rotary:
+            # float32 products as the reference computes them: at position 4000 their rounding is visible.
+            positions = np.arange(position, position + n, dtype=np.float32)
+            angles = positions[:, None] * np.asarray(rotary.inv_freq, np.float32)
+            self.inputs[self.by_role["cos", rotary.name]][:] = np.cos(angles) * rotary.scale
+            self.inputs[self.by_role["sin", rotary.name]][:] = np.sin(angles) * rotary.scale
+        for mask in self.spec.masks:
+            held = held_positions(mask.kind, mask.length, position)
+            seen = visible(held, position, n, mask.window)
+            self.inputs[self.by_role["mask", mask.name]][0, 0] = np.where(seen, 0.0, self.spec.mask_value)
+
+
+def tensor_shape(cache: CacheSpec, what: str) -> tuple[int, ...]:
+    """Shape of a cache tensor, [1, kv_heads, length, head_dim] or its transposed form."""
+    if what == "key" and cache.key_layout == "transposed":
+        return (1, cache.kv_heads, cache.head_dim, cache.length)
+    return (1, cache.kv_heads, cache.length, cache.head_dim)
+
+
+def open_table(folder: Path, spec: StepSpec) -> np.ndarray | None:
+    """The embedding table [vocab, hidden], mapped read-only from the artifact (rows are read when used)."""
+    if spec.embedding is None:
+        return None
+    path, shape = folder / spec.embedding.file, spec.embedding.shape
+    try:
+        return np.memmap(path, spec.embedding.dtype, "r", spec.embedding.offset, shape)
+    except (OSError, ValueError) as error:
+        raise RingstepError(f"{path}: no embedding table {list(shape)} there ({error}); export again") from None
