@@ -35,7 +35,7 @@ def exp_neg(x: Tensor) -> Tensor:
 
 def sigmoid(x: Tensor, accurate: bool) -> Tensor:
     """Sigmoid; the accurate form avoids HTP's fp16 kernel (46 % off at -8, see docs/htp-accuracy.md)."""
-    return 1.0 / (1.0 + exp_neg(x)) if accurate else torch.sigmoid(x)
+    return torch.reciprocal(1.0 + exp_neg(x)) if accurate else torch.sigmoid(x)
 
 
 def silu(x: Tensor, accurate: bool) -> Tensor:
@@ -53,10 +53,11 @@ def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
         return x / (1.0 + exp_neg(1.702 * x)) if accurate else x * torch.sigmoid(1.702 * x)
     if not accurate:
         return F.gelu(x, approximate="tanh" if form == "tanh" else "none")
-    square = torch.clamp(x * x, 0.0, 64.0)
+    # Beyond 8 the fit turns back and x * x would overflow fp16; there GELU is x or 0 anyway.
+    square = torch.clamp(x * x, max=64.0)
     if form == "tanh":
         return x / (1.0 + exp_neg(x * (1.5957691216 + 0.0713548163 * square)))
-    return x / (1.0 + exp_neg(x * (1.5983974 + square * (0.0732061 - 0.00069637 * torch.clamp(square, 0.0, 25.0)))))
+    return x / (1.0 + exp_neg(x * (1.5983974 + square * (0.0732061 - 0.00069637 * square))))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

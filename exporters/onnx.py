@@ -1,0 +1,183 @@
+"""ONNX by blocks: each kind of layer is traced once and stamped for every layer, weights bound by name.
+
+    plan ─ trace embed, each kind, head ─▶ blocks ─ stamp ─▶ /layers.0/attn/q_proj/Gemm ... ─▶ decode.onnx
+    checkpoint ─ write_weights ─▶ weights.bin, embedding.bin ─────────── referenced as external data ┘
+
+Time grows with the kinds of layers and the bytes written, memory with one block. Decode and prefill graphs
+refer to the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from exporters.trace import OPSET, trace
+from exporters.weights import Placed, key
+from recipes.blocks import Embed, Head
+from recipes.plan import Options, Plan, Source
+from recipes.step import head_sources, layer_inputs, layer_outputs
+from ringstep.contract import DType, GraphSpec, StepSpec, TensorSpec
+
+IR_VERSION = 11  # the first that carries opset 23
+IR_TYPES: dict[DType, ir.DataType] = {
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "int32": ir.DataType.INT32,
+}
+
+
+def trace_blocks(plan: Plan, options: Options, spec: StepSpec, n: int) -> dict[str, ir.Graph]:
+    """Trace "embed", each kind of layer and "head" for steps of n tokens (float32; the stamp sets the dtype)."""
+    shapes = {t.name: t.shape for t in spec.graph(n).inputs}
+    blocks = {}
+    with torch.device("meta"):
+        x = torch.zeros(n, plan.hidden)
+        ids = torch.zeros(n, dtype=torch.int32)
+        embed = Embed(plan.vocab, plan.hidden, plan.embedding_scale, options.embedding_inside)
+        blocks["embed"] = trace(embed, (ids if options.embedding_inside else x,))
+        for name, kind in plan.kinds.items():
+            cache = next(c for c, layer in zip(spec.caches, plan.layers, strict=True) if layer == name)
+            args = (x, *(torch.zeros(shapes[i]) for i in layer_inputs(cache)))
+            blocks[name] = trace(plan.layer(kind, options), args)
+        blocks["head"] = trace(Head(plan.hidden, plan.vocab, plan.norm_eps), (x,))
+    return blocks
+
+
+class Stamp:
+    """A model being put together from copies of traced blocks."""
+
+    def __init__(self, dtype: DType, placed: Mapping[str, Placed], folder: Path) -> None:
+        self.dtype, self.placed, self.folder = IR_TYPES[dtype], placed, folder
+        self.nodes: list[ir.Node] = []
+        self.initializers: dict[str, ir.Value] = {}
+
+    def value(self, tensor: TensorSpec) -> ir.Value:
+        """A graph input or output of the contract."""
+        return ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(IR_TYPES[tensor.dtype]))
+
+    def weight(self, source: Source) -> ir.Value:
+        """The initializer of a parameter, as a reference into the weight files."""
+        name = key(source)
+        if name not in self.initializers:
+            where = self.placed[name]
+            nbytes = int(np.prod(where.shape)) * self.dtype.itemsize
+            tensor = ir.ExternalTensor(
+                where.file, where.offset, int(nbytes), self.dtype, name=name, shape=ir.Shape(where.shape),
+                base_dir=self.folder,
+            )  # fmt: skip
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(self.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def constant(self, node: ir.Node) -> ir.Value:
+        """A Constant node as an initializer, one for each distinct content."""
+        attribute = next(iter(node.attributes.values()))
+        if attribute.name == "value":
+            array = attribute.as_tensor().numpy()
+        elif attribute.name == "value_ints":
+            array = np.array(attribute.as_ints(), np.int64)
+        else:
+            array = np.array(attribute.as_float(), np.float32)
+        if array.dtype == np.float32:
+            array = array.astype(self.dtype.numpy())
+        name = f"const.{array.dtype}." + "x".join(str(v) for v in array.reshape(-1)) + (".0d" if not array.ndim else "")
+        if name not in self.initializers:
+            tensor = ir.tensor(array, name=name)
+            self.initializers[name] = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+        return self.initializers[name]
+
+    def block(
+        self,
+        block: ir.Graph,
+        at: str,
+        inputs: Sequence[ir.Value],
+        outputs: Sequence[str],
+        weights: Mapping[str, Source],
+    ) -> list[ir.Value]:
+        """Copy a block's nodes under the name `at`; returns its outputs, named `outputs`."""
+        values: dict[ir.Value | None, ir.Value | None] = {None: None}
+        values.update(zip(block.inputs, inputs, strict=True))
+        values.update({value: self.weight(weights[name]) for name, value in block.initializers.items()})
+        final = dict(zip(block.outputs, outputs, strict=True))
+        for node in block:
+            if node.op_type == "Constant":
+                values[node.outputs[0]] = self.constant(node)
+                continue
+            made = []
+            for i, old in enumerate(node.outputs):
+                dtype = self.dtype if old.dtype == ir.DataType.FLOAT else old.dtype
+                name = final.get(old) or f"{at}/{node.name}_output_{i}"
+                made.append(ir.Value(name=name, shape=old.shape, type=ir.TensorType(dtype) if dtype else None))
+            copy = ir.Node(
+                node.domain, node.op_type, [values[v] for v in node.inputs], node.attributes.values(), outputs=made,
+                name=f"{at}/{node.name}",
+            )  # fmt: skip
+            values.update(zip(node.outputs, made, strict=True))
+            self.nodes.append(copy)
+        results = [values[v] for v in block.outputs]
+        assert all(r is not None for r in results)
+        return results  # type: ignore[return-value]
+
+
+def hidden_name(layer: int) -> str:
+    """The name of a layer's output, where a step may be cut into parts."""
+    return f"hidden_{layer}"
+
+
+def stamp_step(
+    plan: Plan, spec: StepSpec, graph: GraphSpec, blocks: Mapping[str, ir.Graph], placed: Mapping[str, Placed],
+    folder: Path,
+) -> ir.Model:  # fmt: skip
+    """Put the step of one n together from its traced blocks."""
+    stamp = Stamp(spec.dtype, placed, folder)
+    inputs = {t.name: stamp.value(t) for t in graph.inputs}
+    first = inputs["input_ids"] if "input_ids" in inputs else inputs["x"]
+    if len(blocks["embed"]):
+        (x,) = stamp.block(blocks["embed"], "/embed", [first], ["embedded"], {"weight": plan.embedding})
+    else:
+        x = first  # the host looks rows up and nothing is scaled: the block is empty
+    made = {}
+    for index, name in enumerate(plan.layers):
+        cache = spec.caches[index]
+        args = [x, *(inputs[i] for i in layer_inputs(cache))]
+        names = [hidden_name(index), *layer_outputs(cache)]
+        x, *entries = stamp.block(blocks[name], f"/layers.{index}", args, names, plan.layer_sources(index))
+        made.update({value.name: value for value in entries})
+    (made["logits"],) = stamp.block(blocks["head"], "/head", [x], ["logits"], head_sources(plan))
+    outputs = []
+    for tensor in graph.outputs:
+        value = made[tensor.name]
+        value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(IR_TYPES[tensor.dtype])
+        outputs.append(value)
+    body = ir.Graph(
+        list(inputs.values()), outputs, nodes=stamp.nodes, initializers=list(stamp.initializers.values()),
+        opset_imports={"": OPSET}, name=f"{spec.recipe}_n{graph.n}",
+    )  # fmt: skip
+    return ir.Model(body, ir_version=IR_VERSION, producer_name="ringstep")
+
+
+def graph_file(n: int) -> str:
+    """The file name of a graph: decode.onnx for one token, prefill_N.onnx for a chunk."""
+    return "decode.onnx" if n == 1 else f"prefill_{n}.onnx"
+
+
+def export_graphs(
+    plan: Plan, options: Options, spec: StepSpec, placed: Mapping[str, Placed], folder: Path
+) -> dict[int, Path]:
+    """Trace, stamp and save the graph of every n of the contract into `folder`; returns the files by n."""
+    files = {}
+    for graph in spec.graphs:
+        blocks = trace_blocks(plan, options, spec, graph.n)
+        model = stamp_step(plan, spec, graph, blocks, placed, folder)
+        path = folder / graph_file(graph.n)
+        ir.save(model, path)
+        files[graph.n] = path
+    return files
