@@ -1,4 +1,4 @@
-"""Compile an ONNX file into a QNN context binary for one chip, ahead of time, with Qualcomm's own compiler."""
+"""Compile an ONNX file into a QNN context binary for one chip, ahead of time, with Qualcomm's compiler."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def check_context(path: Path) -> Path:
     kinds = Counter(node.op_type for node in nodes)
     if kinds != {"EPContext": 1}:
         found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-        raise RingstepError(f"{path.name}: the graph is not one context but {found or 'empty'}; it cannot be shipped")
+        raise RingstepError(
+            f"{path.name}: the graph is not one context but {found or 'empty'}; it cannot be shipped"
+        )
     names = [a.s.decode() for a in nodes[0].attribute if a.name == "ep_cache_context"]
     binary = path.parent / names[0] if names else path
     if binary.parent != path.parent or binary == path or not binary.is_file():

@@ -1,0 +1,195 @@
+"""Comparing a session with a reference over a text: per position, per cache, and in sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ringstep.contract import StepSpec
+from ringstep.parity.metrics import Verdict, agreement, kl_nats, snr_db, top_overlap
+from ringstep.session import DecodeSession
+
+CacheEntries = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the reference says about a text.
+
+    logits [tokens, vocab]; caches[layer] = (positions [m], keys [kv_heads, m, head_dim], values), keys after
+    rotary.
+    """
+
+    source: str
+    ids: list[int]
+    logits: np.ndarray
+    caches: list[CacheEntries]
+
+
+@dataclass(frozen=True)
+class Position:
+    """One position's agreement; snr in dB, kl in nats, top5 as a share."""
+
+    position: int
+    token: int
+    snr_db: float
+    top1: Verdict
+    top5: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class CacheParity:
+    """One layer's cache entries against the reference, in dB."""
+
+    layer: int
+    key_db: float
+    value_db: float
+
+
+@dataclass
+class Report:
+    """Parity of one engine on one text."""
+
+    engine: str
+    reference: str
+    dtype: str
+    activations: str
+    simulated: bool
+    threshold_db: float
+    positions: list[Position] = field(default_factory=list)
+    caches: list[CacheParity] = field(default_factory=list)
+    answer: dict[str, Any] | None = None
+
+    @property
+    def min_db(self) -> float:
+        """The lowest logits SNR of any position, in dB."""
+        return min(p.snr_db for p in self.positions)
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the gate fails; empty when it passes."""
+        found = []
+        if self.min_db < self.threshold_db:
+            worst = min(self.positions, key=lambda p: p.snr_db)
+            found.append(f"logits {worst.snr_db:.1f} dB at position {worst.position}, below {self.threshold_db:.0f} dB")
+        wrong = [p.position for p in self.positions if p.top1 == "different"]
+        if wrong:
+            found.append(f"another first token at position {wrong[0]}" + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)))
+        if self.answer and self.answer["verdict"] == "different":
+            found.append("another answer to the prompt")
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """The figures a table or a gate needs, as plain values."""
+        snr = np.array([p.snr_db for p in self.positions])
+        verdicts = [p.top1 for p in self.positions]
+        entries = [db for c in self.caches for db in (c.key_db, c.value_db)]
+        return {
+            "engine": self.engine, "simulated": self.simulated, "reference": self.reference, "dtype": self.dtype,
+            "activations": self.activations, "tokens": len(self.positions),
+            "snr_db": {"min": float(snr.min()), "median": float(np.median(snr)), "max": float(snr.max())},
+            "top1": verdicts.count("equal") / len(verdicts),
+            "ambiguous": verdicts.count("ambiguous"), "different": verdicts.count("different"),
+            "top5": float(np.mean([p.top5 for p in self.positions])),
+            "kl": {"mean": float(np.mean([p.kl for p in self.positions])), "max": max(p.kl for p in self.positions)},
+            "caches_db": {"min": min(entries), "median": float(np.median(entries))} if entries else None,
+            "threshold_db": self.threshold_db, "passed": not self.failures, "failures": self.failures,
+        }  # fmt: skip
+
+
+def threshold_db(spec: StepSpec, engine: str) -> float:
+    """The lowest logits SNR that still passes: near what the arithmetic itself allows (docs/parity.md)."""
+    if spec.dtype == "float32" and engine != "qnn-sim":
+        return 90.0
+    return 35.0 if spec.activations == "accurate" else 20.0
+
+
+def start_report(session: DecodeSession, source: str, threshold: float | None) -> Report:
+    """An empty report of a session's engine."""
+    spec, engine = session.spec, session.engine.name
+    limit = threshold_db(spec, engine) if threshold is None else threshold
+    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit)
+
+
+def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.ndarray) -> None:
+    """Fill a report: `logits` [tokens, vocab] are what the session returned for truth.ids, fed from position 0."""
+    for position, (want, have) in enumerate(zip(truth.logits, logits, strict=False)):
+        report.positions.append(
+            Position(position, truth.ids[position], snr_db(want, have), agreement(want, have),
+                     top_overlap(want, have), kl_nats(want, have))
+        )  # fmt: skip
+    report.caches = [compare_cache(session, layer, truth.caches[layer]) for layer in range(len(truth.caches))]
+
+
+def compare_cache(session: DecodeSession, layer: int, want: CacheEntries) -> CacheParity:
+    """Compare the entries that both hold of one layer, by position."""
+    positions, keys, values = session.entries(layer)
+    common = np.intersect1d(positions, want[0])
+    mine, theirs = np.searchsorted(positions, common), np.searchsorted(want[0], common)
+    return CacheParity(
+        layer, snr_db(want[1][:, theirs], keys[:, mine]), snr_db(want[2][:, theirs], values[:, mine])
+    )
+
+
+def teacher_forced(session: DecodeSession, truth: Truth, threshold: float | None = None, tick: Any = None) -> Report:
+    """Feed the reference's text and compare every position's logits, then every cache entry."""
+    session.reset()
+    report = start_report(session, truth.source, threshold)
+    largest = max(graph.n for graph in session.spec.graphs)
+    logits = []
+    for at in range(0, len(truth.ids), largest):
+        logits.append(session.step(truth.ids[at : at + largest]))
+        if tick:
+            tick(len(logits[-1]))
+    compare(report, session, truth, np.concatenate(logits))
+    return report
+
+
+def generate(session: DecodeSession, prompt: Sequence[int], limit: int, eos: Sequence[int], tick: Any = None,
+             ) -> tuple[list[int], np.ndarray]:  # fmt: skip
+    """Greedy answer of a session: its ids (an eos included) and logits [prompt + answer - 1, vocab] of all it was fed.
+
+    A prompt is fed chunk by chunk.
+    """
+    session.reset()
+    largest = max(graph.n for graph in session.spec.graphs)
+    logits = []
+    for at in range(0, len(prompt), largest):
+        logits.append(session.step(prompt[at : at + largest]))
+        if tick:
+            tick(len(logits[-1]))
+    answer: list[int] = []
+    while True:
+        answer.append(int(logits[-1][-1].argmax()))
+        if answer[-1] in eos or len(answer) >= limit or session.position >= session.spec.context:
+            return answer, np.concatenate(logits)
+        logits.append(session.step(answer[-1:]))
+        if tick:
+            tick(1)
+
+
+def answer_parity(session: DecodeSession, truth: Truth, prompt: int, eos: Sequence[int],
+                  threshold: float | None = None, tick: Any = None) -> Report:  # fmt: skip
+    """Let the session answer a prompt by itself and compare it with the reference's answer.
+
+    truth.ids is the prompt (its first `prompt` ids) and the reference's greedy answer; truth.logits covers all but
+    the last. Positions are compared as far as both were fed the same ids; the caches when that is all of them.
+    """
+    report = start_report(session, truth.source, threshold)
+    want = truth.ids[prompt:]
+    have, logits = generate(session, truth.ids[:prompt], len(want), eos, tick)
+    same = next((i for i, (a, b) in enumerate(zip(want, have, strict=False)) if a != b), min(len(want), len(have)))
+    shared = prompt + same
+    fed = min(len(logits), len(truth.logits), shared)
+    whole = Truth(truth.source, truth.ids, truth.logits[:fed], truth.caches if want == have else [])
+    compare(report, session, whole, logits[:fed])
+    verdict: Verdict = "equal" if want == have else "different"
+    # The reference's own near tie decides otherwise: reported, but no fault of the engine.
+    if verdict == "different" and report.positions[-1].top1 == "ambiguous":
+        verdict = "ambiguous"
+    report.answer = {"reference_ids": want, "ids": have, "prompt_tokens": prompt, "verdict": verdict}
+    return report

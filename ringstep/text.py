@@ -1,0 +1,66 @@
+"""Tokenizer and chat template of an artifact."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ringstep.errors import RingstepError
+
+FOLDER = "tokenizer"
+
+
+class Text:
+    """tokenizer/tokenizer.json and, where the model has one, tokenizer/chat_template.jinja."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the artifact's. Raises RingstepError when it has no readable tokenizer."""
+        from tokenizers import Tokenizer
+
+        path = folder / FOLDER / "tokenizer.json"
+        if not path.is_file():
+            raise RingstepError(f"{path}: no such file; this artifact has no tokenizer, so give token ids instead")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise RingstepError(f"{path}: no readable tokenizer: {str(error).splitlines()[0]}") from None
+        template = folder / FOLDER / "chat_template.jinja"
+        self.template = template.read_text(encoding="utf-8") if template.is_file() else None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, special tokens as the tokenizer adds them."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def chat(self, prompt: str) -> list[int]:
+        """Token ids of a user's message through the chat template, ready for the answer; plain text without one."""
+        if self.template is None:
+            return self.encode(prompt)
+        rendered = render(self.template, [{"role": "user", "content": prompt}], self.specials())
+        return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    def specials(self) -> dict[str, str]:
+        """bos_token and eos_token as templates use them, where the tokenizer has the usual ones."""
+        names = {"bos_token": ("<s>", "<bos>", "<|begin_of_text|>"), "eos_token": ("</s>", "<eos>", "<|im_end|>")}
+        have = lambda token: self.tokenizer.token_to_id(token) is not None
+        return {name: next((t for t in tokens if have(t)), "") for name, tokens in names.items()}
+
+
+def render(template: str, messages: list[dict[str, str]], extra: dict[str, Any]) -> str:
+    """Render a chat template in a sandbox (it comes with the model and is not trusted). Raises RingstepError."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    try:
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **extra)
+    except Exception as error:
+        raise RingstepError(f"chat_template.jinja: cannot be rendered: {str(error).splitlines()[0]}") from None
