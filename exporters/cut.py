@@ -79,11 +79,11 @@ def part_specs(spec: StepSpec, graph: GraphSpec, cuts: Sequence[int], stem: str)
     return tuple(parts)
 
 
-def write_parts(whole: Path, parts: Sequence[PartSpec]) -> None:
-    """Write each part's ONNX file into the folder of the whole one."""
+def write_parts(whole: Path, parts: Sequence[PartSpec], folder: Path) -> None:
+    """Write each part's ONNX file into `folder`; it must end up beside the whole one's weight files."""
     model = ir.load(whole)
     for part in parts:
         body = ir.convenience.extract(model.graph, part.inputs, part.outputs)
         body.name = f"{model.graph.name}_{Path(part.file).stem.rpartition('.')[2]}"
         piece = ir.Model(body, ir_version=model.ir_version, producer_name="ringstep")
-        ir.save(piece, whole.with_name(Path(part.file).name))
+        ir.save(piece, folder / Path(part.file).name)

@@ -17,6 +17,13 @@ MODEL_TYPES = {
     "spark2_5": "spark2_5",
 }
 
+SUMMARIES = {
+    "llama": "Llama, SmolLM2, Mistral-like; with or without a window",
+    "qwen3": "Qwen3 dense: query and key norms",
+    "gemma3": "Gemma 3 text: sandwich norms, window pattern",
+    "spark2_5": "Spark-X2.5: head-wise gates, window pattern",
+}
+
 
 def plan_for(config: Config) -> Plan:
     """The layers of a checkpoint's config; RingstepError for an architecture without a recipe."""

@@ -101,7 +101,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     if any(len(row) != len(columns) for row in cells):
         raise ValueError("a table's rows must be as long as its columns")
     grid = Table(
-        title=Text(title, style="bold") if title else None, title_justify="left", box=box.SIMPLE_HEAD
+        title=Text(title, style="bold") if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for index, column in enumerate(columns):
         numbers = bool(cells) and all(_NUMBER.fullmatch(row[index]) for row in cells)

@@ -328,8 +328,7 @@ def _commit(manifest: Manifest, record: StageRecord, temporary: Path) -> None:
     dataclasses.replace(manifest, stages=kept | {record.name: record})._write(written)
     with _uninterrupted():
         for name in stale:
-            if not any(name in other.outputs for other in kept.values()):
-                _remove_output(manifest, name)
+            _remove_output(manifest, name)
         for name in record.outputs:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(temporary / name, folder / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ class Text:
         except Exception as error:
             raise RingstepError(f"{path}: no readable tokenizer: {str(error).splitlines()[0]}") from None
         template = folder / FOLDER / "chat_template.jinja"
+        self.generation = folder / FOLDER / "generation.json"
         self.template = template.read_text(encoding="utf-8") if template.is_file() else None
 
     def encode(self, text: str) -> list[int]:
@@ -44,10 +46,13 @@ class Text:
         return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def specials(self) -> dict[str, str]:
-        """bos_token and eos_token as templates use them, where the tokenizer has the usual ones."""
-        names = {"bos_token": ("<s>", "<bos>", "<|begin_of_text|>"), "eos_token": ("</s>", "<eos>", "<|im_end|>")}
-        have = lambda token: self.tokenizer.token_to_id(token) is not None
-        return {name: next((t for t in tokens if have(t)), "") for name, tokens in names.items()}
+        """bos_token and eos_token for the template, from tokenizer/generation.json; empty where unknown."""
+        try:
+            fields = json.loads(self.generation.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            fields = {}
+        fields = fields if isinstance(fields, dict) else {}
+        return {name: str(fields.get(name) or "") for name in ("bos_token", "eos_token")}
 
 
 def render(template: str, messages: list[dict[str, str]], extra: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,27 +149,36 @@ def teacher_forced(session: DecodeSession, truth: Truth, threshold: float | None
     return report
 
 
-def generate(session: DecodeSession, prompt: Sequence[int], limit: int, eos: Sequence[int], tick: Any = None,
-             ) -> tuple[list[int], np.ndarray]:  # fmt: skip
-    """Greedy answer of a session: its ids (an eos included) and logits [prompt + answer - 1, vocab] of all it was fed.
+def stream(
+    session: DecodeSession, prompt: Sequence[int], limit: int, eos: Sequence[int], tick: Any = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Answer greedily: yields each id (an eos included) with the logits [fed, vocab] of what was fed for it.
 
-    A prompt is fed chunk by chunk.
+    The prompt is fed chunk by chunk; ends at an eos, after `limit` ids, or with the context.
     """
     session.reset()
     largest = max(graph.n for graph in session.spec.graphs)
-    logits = []
+    fed = []
     for at in range(0, len(prompt), largest):
-        logits.append(session.step(prompt[at : at + largest]))
+        fed.append(session.step(prompt[at : at + largest]))
         if tick:
-            tick(len(logits[-1]))
-    answer: list[int] = []
-    while True:
-        answer.append(int(logits[-1][-1].argmax()))
-        if answer[-1] in eos or len(answer) >= limit or session.position >= session.spec.context:
-            return answer, np.concatenate(logits)
-        logits.append(session.step(answer[-1:]))
+            tick(len(fed[-1]))
+    logits = np.concatenate(fed)
+    for count in range(1, limit + 1):
+        token = int(logits[-1].argmax())
+        yield token, logits
+        if token in eos or count == limit or session.position >= session.spec.context:
+            return
+        logits = session.step([token])
         if tick:
             tick(1)
+
+
+def generate(session: DecodeSession, prompt: Sequence[int], limit: int, eos: Sequence[int], tick: Any = None,
+             ) -> tuple[list[int], np.ndarray]:  # fmt: skip
+    """The whole greedy answer: its ids (an eos included) and logits [prompt + answer - 1, vocab] of all it was fed."""
+    ids, logits = zip(*stream(session, prompt, limit, eos, tick), strict=True)
+    return list(ids), np.concatenate(logits)
 
 
 def answer_parity(session: DecodeSession, truth: Truth, prompt: int, eos: Sequence[int],

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-def writes(files: dict[str, str | bytes], facts: dict[str, Any] | None = None) -> Build:
+def writes(files: Mapping[str, str | bytes], facts: dict[str, Any] | None = None) -> Build:
     def build(folder: Path) -> dict[str, Any] | None:
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -404,9 +404,11 @@ def test_a_link_planted_after_loading_is_not_followed(tmp_path: Path) -> None:
         (folder / "sub" / "y").unlink()
         (folder / "sub").rmdir()
         (folder / "sub").symlink_to(tmp_path / "secret")
-        with pytest.raises(RingstepError, match="leads out"):
-            run_stage(manifest, "a", inputs={}, options={"v": 2}, versions={}, build=writes({"x": "1"}))
-    assert (tmp_path / "secret" / "y").exists()
+        for files in ({"x": "1"}, {"a": "1", "sub/y": "1"}):
+            with pytest.raises(RingstepError, match="leads out"):
+                run_stage(manifest, "a", inputs={}, options={"v": 2}, versions={}, build=writes(files))
+            assert not (folder / "a").exists()
+    assert contents(tmp_path / "secret") == {"y": b"!"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,311 @@
+"""The ringstep command. Everything heavy is imported inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringstep import __version__, console
+from ringstep.errors import RingstepError, did_you_mean
+
+GATE_FAILED = 1
+LAYOUTS = ("ring", "roll", "append", "join")
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
+engine_option = click.option(
+    "--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
+    help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.",
+)  # fmt: skip
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ringstep")
+@click.option("-v", "--verbose", is_flag=True, help="Show each stage's time and memory, and tracebacks of errors.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def cli(verbose: bool, quiet: bool) -> None:
+    """From a language model checkpoint to a phone's NPU, proven equal at every stage."""
+    console.settings.verbose |= verbose
+    console.settings.quiet |= quiet
+
+
+def common(command: Any) -> Any:
+    """-v and -q after the command's name too, where people type them."""
+
+    def set_flag(name: str) -> Any:
+        def callback(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+            if value:
+                setattr(console.settings, name, True)
+
+        return callback
+
+    verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=set_flag("verbose"),
+                           help="Show each stage's time and memory, and tracebacks of errors.")  # fmt: skip
+    quiet = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=set_flag("quiet"),
+                         help="No progress.")  # fmt: skip
+    return verbose(quiet(command))
+
+
+def parse_layout(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
+    """`auto`, one layout for all layers, or KIND=LAYOUT pairs."""
+    if value == "auto":
+        return {}
+    pairs = dict(p.split("=", 1) if "=" in p else ("*", p) for p in value.split(","))
+    for layout in pairs.values():
+        if layout not in LAYOUTS:
+            raise click.BadParameter(f"{layout!r} is none of auto, {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}")
+    return dict.fromkeys(("sliding", "full"), pairs["*"]) if "*" in pairs else pairs
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--device", help="Phone or chip, such as galaxy-s25 (see ringstep devices).")
+@click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "fp16"]), help="Default: fp16 for qnn, fp32 for onnx.")
+@click.option("--context", type=int, help="Tokens the caches hold. Default: 1024, or the model's limit.")
+@click.option("--chunk", type=int, default=1, show_default=True, help="Also export a prefill graph of this many tokens.")
+@click.option("--out", type=click.Path(path_type=Path), help="Default: artifacts/MODEL-DEVICE-PRECISION.")
+@click.option("--activations", type=click.Choice(["accurate", "native"]),
+              help="accurate: forms that HTP computes right in fp16 (the default there).")  # fmt: skip
+@click.option("--gelu", type=click.Choice(["auto", "exact", "tanh", "sigmoid"]), default="auto", show_default=True,
+              help="GELU's form; auto is the one the model was trained with.")  # fmt: skip
+@click.option("--layout", callback=parse_layout, default="auto", show_default=True,
+              help="Cache layout: ring, roll, append, join, or by kind: sliding=ring,full=append.")  # fmt: skip
+@click.option("--embedding", type=click.Choice(["outside", "inside"]), default="outside", show_default=True,
+              help="outside: the host looks rows up in embedding.bin.")  # fmt: skip
+@click.option("--max-part-mb", type=click.IntRange(1), default=1024, show_default=True,
+              help="Weights in one QNN graph; larger models are split by layers.")  # fmt: skip
+@click.option("--parity/--no-parity", default=True, show_default=True, help="Prove the result against the original.")
+@click.option("--prompt", default="What is the capital of France?", show_default=True,
+              help="What the simulator answers in the proof.")  # fmt: skip
+@click.option("--revision", help="Revision of a Hub model.")
+@as_json
+@common
+def export(model: str, device: str | None, format_: Any, precision: Any, context: int | None, chunk: int,
+           out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any], embedding: Any, max_part_mb: int,
+           parity: bool, prompt: str, revision: str | None, json_: bool) -> int:  # fmt: skip
+    """Export MODEL (a Hugging Face folder, a GGUF file, a Hub id, or smollm2-135m) and prove the result.
+
+    A repeated export redoes only what changed; a killed one resumes. Leaves with 1 when the proof fails.
+    """
+    from exporters.line import Job, Line
+
+    job = Job(model=model, out=out or Path(), format=format_, device=device, precision=precision, context=context,
+              chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
+              part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip
+    line = Line(job, default_out=out is None)
+    manifest = line.run()
+    body = show_manifest(manifest)
+    if json_:
+        console.print_json(body)
+    else:
+        print_export(body)
+    return 0 if body["passed"] is not False else GATE_FAILED
+
+
+def show_manifest(manifest: Any) -> dict[str, Any]:
+    """What an export reports: folder, stages, and the proof."""
+    import json
+
+    stages = [
+        {"stage": r.name, "seconds": r.seconds, "peak_rss_anon_bytes": r.peak_rss_anon_bytes,
+         "bytes": sum(o.bytes for o in r.outputs.values()), "facts": r.facts}
+        for r in manifest.stages.values()
+    ]  # fmt: skip
+    path = manifest.folder / "parity.json"
+    proof = json.loads(path.read_text()) if "parity" in manifest.stages and path.exists() else None
+    passed = manifest.stages["parity"].facts.get("passed") if proof else None
+    return {"folder": str(manifest.folder), "options": manifest.options, "versions": manifest.versions,
+            "stages": stages, "parity": proof, "passed": passed}  # fmt: skip
+
+
+def print_export(body: dict[str, Any]) -> None:
+    """The tables at the end of an export."""
+    rows = [
+        (s["stage"], console.human_seconds(s["seconds"]), console.human_bytes(s["peak_rss_anon_bytes"]),
+         console.human_bytes(s["bytes"]))
+        for s in body["stages"]
+    ]  # fmt: skip
+    console.table(body["folder"], ["stage", "time", "peak memory", "written"], rows)
+    for stage in body["stages"]:
+        if stage["stage"].startswith("qnn-"):
+            facts = stage["facts"]
+            ops = sum(facts["npu_ops"].values())
+            print(f"{stage['stage']}: {ops} operations on the NPU, none on the CPU; "
+                  f"{console.human_bytes(facts['binary_bytes'])} for {facts['chip']} ({facts['version']})")  # fmt: skip
+    if body["parity"] is not None:
+        print_reports(body["parity"])
+
+
+def print_reports(reports: list[dict[str, Any]]) -> None:
+    """One table with a row an engine, then the answers and the verdict."""
+    rows = []
+    for report in reports:
+        s = report["summary"]
+        caches = f"{s['caches_db']['min']:.1f}" if s["caches_db"] else ""
+        rows.append((s["engine"], s["dtype"].replace("float", "fp"), s["tokens"],
+                     f"{s['snr_db']['min']:.1f}", f"{s['snr_db']['median']:.1f}", caches,
+                     f"{100 * s['top1']:.1f}", f"{100 * s['top5']:.1f}", f"{s['kl']['mean']:.0e}"))  # fmt: skip
+    columns = ["engine", "type", "tokens", "min dB", "median", "caches", "top-1 %", "top-5 %", "KL"]
+    print()
+    console.table(f"parity with {reports[0]['summary']['reference']}", columns, rows)
+    for report in reports:
+        s, answer = report["summary"], report["answer"]
+        if answer:
+            print(f"prompt      {answer['prompt']}")
+            print(f"original    {answer['reference_text']}")
+            print(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}"
+                  f"{', simulated' if s['simulated'] else ''}, activations {s['activations']}]")  # fmt: skip
+        ties = f"; {s['ambiguous']} near ties" if s["ambiguous"] else ""
+        ties += "; simulated" if s["simulated"] else ""
+        verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(s["failures"])
+        print(f"{s['engine']}: {verdict} (at least {s['threshold_db']:.0f} dB everywhere{ties})")
+
+
+@cli.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@engine_option
+@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
+@click.option("--prompt", help="Let the engine answer this and compare the answers.")
+@click.option("--min-db", type=float, help="Fail below this logits SNR. Default: by precision.")
+@click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@as_json
+@common
+def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, prompt: str | None,
+           min_db: float | None, positions: bool, json_: bool) -> int:  # fmt: skip
+    """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails."""
+    from exporters.prove import prove
+    from ringstep.checkpoint import open_checkpoint
+    from ringstep.contract import StepSpec
+    from ringstep.manifest import Manifest
+
+    spec = StepSpec.load(artifact)
+    if tokens and tokens > spec.context:
+        raise RingstepError(f"--tokens {tokens}: the artifact's context is {spec.context}")
+    manifest = Manifest.load(artifact)
+    checkpoint = open_checkpoint(model or manifest.model)
+    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
+        raise RingstepError(f"{model or manifest.model}: not the checkpoint this artifact was made from (sha256 differs)")
+    reports = prove(artifact, checkpoint, [engine], prompt, tokens=tokens, threshold_db=min_db)
+    if json_:
+        console.print_json(reports)
+    else:
+        print_reports(reports)
+        if positions:
+            print_positions(reports[0])
+    return 0 if all(r["summary"]["passed"] for r in reports) else GATE_FAILED
+
+
+def print_positions(report: dict[str, Any]) -> None:
+    """Every position and every cache of a report."""
+    rows = [(p["position"], p["token"], f"{p['snr_db']:.1f}", p["top1"], f"{100 * p['top5']:.0f} %", f"{p['kl']:.1e}")
+            for p in report["positions"]]  # fmt: skip
+    console.table("positions", ["position", "token", "dB", "top-1", "top-5", "KL"], rows)
+    caches = [(c["layer"], f"{c['key_db']:.1f}", f"{c['value_db']:.1f}") for c in report["caches"]]
+    console.table("caches", ["layer", "keys dB", "values dB"], caches)
+
+
+@cli.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--prompt", required=True)
+@engine_option
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--raw", is_flag=True, help="Plain text, without the chat template.")
+@as_json
+@common
+def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: bool, json_: bool) -> int:
+    """Answer a prompt greedily with ARTIFACT."""
+    import time
+
+    from ringstep.parity.report import stream
+    from ringstep.session import DecodeSession
+    from ringstep.text import Text
+
+    text = Text(artifact)
+    ids = text.encode(prompt) if raw else text.chat(prompt)
+    with DecodeSession.open(artifact, engine) as session:
+        if len(ids) >= session.spec.context:
+            raise RingstepError(f"the prompt has {len(ids)} tokens, the artifact's context is {session.spec.context}")
+        answer: list[int] = []
+        shown, first, start = "", 0.0, time.perf_counter()
+        for token, _ in stream(session, ids, max_tokens, session.spec.eos):
+            first = first or time.perf_counter() - start
+            answer.append(token)
+            whole = text.decode(answer)
+            # An unfinished character decodes to U+FFFD: hold it back until the rest is there.
+            if not json_ and not whole.endswith("�"):
+                print(whole[len(shown) :], end="", flush=True)
+                shown = whole
+        seconds = time.perf_counter() - start - first
+    simulated = engine == "qnn-sim"
+    if json_:
+        console.print_json({"text": text.decode(answer), "ids": answer, "prompt_tokens": len(ids), "engine": engine,
+                            "simulated": simulated, "first_token_seconds": first, "decode_seconds": seconds})  # fmt: skip
+    else:
+        print()
+        rate = f"{(len(answer) - 1) / seconds:.1f} tokens/s" if len(answer) > 1 else ""
+        note = "simulated, no phone's time" if simulated else rate
+        console.say(f"{len(ids)} + {len(answer)} tokens on {engine} ({note})")
+    return 0
+
+
+@cli.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@as_json
+@common
+def inspect(artifact: Path, json_: bool) -> int:
+    """Show ARTIFACT's inputs, caches, files, and KV bytes by context."""
+    from exporters.inspect import describe, print_description
+
+    body = describe(artifact)
+    if json_:
+        console.print_json(body)
+    else:
+        print_description(body)
+    return 0
+
+
+@cli.command()
+@as_json
+@common
+def devices(json_: bool) -> int:
+    """List phones and chips."""
+    from ringstep.devices import load_devices
+
+    found = list(load_devices().values())
+    if json_:
+        console.print_json(found)
+    else:
+        rows = [(d.id, d.chip.name, d.chip.htp_arch, "yes" if d.chip.fp16 else "no",
+                 "yes" if d.chip.weight_sharing else "no", d.chip.marketing) for d in found]  # fmt: skip
+        console.table("", ["device", "chip", "HTP", "fp16", "shares weights", "sold as"], rows)
+    return 0
+
+
+@cli.command()
+@as_json
+@common
+def recipes(json_: bool) -> int:
+    """List architectures."""
+    from recipes import MODEL_TYPES, SUMMARIES
+
+    rows = [{"recipe": name, "model_types": [m for m, r in MODEL_TYPES.items() if r == name], "summary": text}
+            for name, text in SUMMARIES.items()]  # fmt: skip
+    if json_:
+        console.print_json(rows)
+    else:
+        console.table("", ["recipe", "model_type", ""],
+                      [(r["recipe"], ", ".join(r["model_types"]), r["summary"]) for r in rows])  # fmt: skip
+    return 0
+
+
+def main() -> None:
+    """Entry point."""
+    sys.exit(console.run(cli))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Describing an artifact: graphs, caches, files, and what the caches cost by context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ringstep import console
+from ringstep.contract import DTYPE_BYTES, CacheSpec, StepSpec
+from ringstep.manifest import Manifest
+
+CONTEXTS = (1024, 4096, 8192, 32768, 131072)
+
+
+def kv_bytes(caches: tuple[CacheSpec, ...], context: int, flat: bool) -> int:
+    """Bytes of all caches at a context; `flat` gives every layer a full cache."""
+    total = 0
+    for cache in caches:
+        length = context if flat or cache.window is None else min(context, cache.window - 1)
+        total += 2 * cache.kv_heads * cache.head_dim * length * DTYPE_BYTES[cache.dtype]
+    return total
+
+
+def describe(artifact: Path) -> dict[str, Any]:
+    """An artifact as plain values. Raises RingstepError for a folder that is none."""
+    spec = StepSpec.load(artifact)
+    manifest = Manifest.load(artifact)
+    # Every cache of one kind is alike: list kinds, not layers.
+    kinds: dict[tuple[Any, ...], list[CacheSpec]] = {}
+    for cache in spec.caches:
+        kinds.setdefault((cache.kind, cache.length, cache.window, cache.kv_heads, cache.head_dim), []).append(cache)
+    contexts = sorted({spec.context, *CONTEXTS})
+    files = {path: o.bytes for record in manifest.stages.values() for path, o in record.outputs.items()}
+    return {
+        "folder": str(artifact), "model": spec.model, "recipe": spec.recipe, "dtype": spec.dtype,
+        "activations": spec.activations, "context": spec.context, "vocab": spec.vocab, "hidden": spec.hidden,
+        "target": spec.target, "versions": manifest.versions,
+        "graphs": [
+            {"n": g.n, "inputs": [io(t) for t in g.inputs], "outputs": [io(t) for t in g.outputs],
+             "files": {fmt: [p.file for p in parts] for fmt, parts in g.parts.items()}}
+            for g in spec.graphs
+        ],
+        "caches": [
+            {"layers": [c.layer for c in cs], "kind": cs[0].kind, "length": cs[0].length, "window": cs[0].window,
+             "kv_heads": cs[0].kv_heads, "head_dim": cs[0].head_dim, "bytes": sum(c.nbytes for c in cs)}
+            for cs in kinds.values()
+        ],
+        "kv_bytes": [
+            {"context": c, "hybrid": kv_bytes(spec.caches, c, False), "flat": kv_bytes(spec.caches, c, True)}
+            for c in contexts
+        ],
+        "files": files,
+    }  # fmt: skip
+
+
+def io(tensor: Any) -> dict[str, Any]:
+    """One input or output as plain values."""
+    return {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "role": tensor.role}
+
+
+def print_description(body: dict[str, Any]) -> None:
+    """Print a description as tables."""
+    target = " for " + ", ".join(body["target"].values()) if body["target"] else ""
+    print(f"{body['model']} ({body['recipe']}), {body['dtype']}, {body['activations']} activations, "
+          f"context {body['context']}{target}")  # fmt: skip
+    for graph in body["graphs"]:
+        rows = [("in" if side == "inputs" else "out", name, "x".join(map(str, t["shape"])), t["dtype"], t["role"])
+                for side in ("inputs", "outputs") for name, t in fold(graph[side])]  # fmt: skip
+        console.table(f"graph of {graph['n']} token{'s' * (graph['n'] > 1)}",
+                      ["", "name", "shape", "type", "role"], rows)  # fmt: skip
+    rows = [(ranges(c["layers"]), c["kind"], c["length"], c["window"] or "", c["kv_heads"], c["head_dim"],
+             console.human_bytes(c["bytes"])) for c in body["caches"]]  # fmt: skip
+    console.table("caches", ["layers", "kind", "length", "window", "kv heads", "head_dim", "size"], rows)
+    rows = [(k["context"], console.human_bytes(k["hybrid"]), console.human_bytes(k["flat"]),
+             f"{k['flat'] / k['hybrid']:.2f}x") for k in body["kv_bytes"]]  # fmt: skip
+    console.table("KV bytes by context", ["context", "as exported", "every layer full", "saved"], rows)
+    console.table("files", ["file", "size"], [(f, console.human_bytes(b)) for f, b in body["files"].items()])
+
+
+def fold(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of a table of inputs: cache tensors of equal shape and role share a row, past_key_{0,1,...}."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for t in tensors:
+        layered = t["role"].startswith(("key", "value", "state"))
+        groups.setdefault((t["role"], tuple(t["shape"]), t["dtype"], "" if layered else t["name"]), []).append(t)
+    rows = []
+    for group in groups.values():
+        stem, layers = group[0]["name"].rsplit("_", 1)[0], [t["name"].rsplit("_", 1)[1] for t in group if len(group) > 1]
+        rows.append((f"{stem}_{{{ranges([int(n) for n in layers])}}}" if layers else group[0]["name"], group[0]))
+    return rows
+
+
+def ranges(numbers: list[int]) -> str:
+    """0-2, 4-6 for [0, 1, 2, 4, 5, 6]."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in runs)

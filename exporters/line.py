@@ -1,0 +1,355 @@
+"""The line: the stages of an export in order, each skipped when nothing it depends on has changed.
+
+    tokenizer, weights ─▶ onnx ─▶ qnn (a stage for each graph and part) ─▶ contract (step.json) ─▶ parity
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ringstep import console
+from ringstep.checkpoint import Checkpoint, open_checkpoint
+from ringstep.contract import DTYPE_BYTES, DType, EmbeddingSpec, PartSpec, StepSpec
+from ringstep.devices import Device, find_device
+from ringstep.errors import RingstepError
+from ringstep.manifest import Manifest, StageRecord, library_versions, open_folder, run_stage, source_hash
+
+if TYPE_CHECKING:
+    from recipes.plan import Options, Plan
+
+DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
+DEFAULT_CONTEXT = 1024
+# Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
+DEFAULT_PART_BYTES = 1 << 30
+PROOF_TOKENS = 200
+PROMPT = "What is the capital of France?"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `ringstep export` was asked for; see its options."""
+
+    model: str
+    out: Path
+    format: Literal["onnx", "qnn"] = "qnn"
+    device: str | None = None
+    precision: Literal["fp32", "fp16"] | None = None
+    context: int | None = None
+    chunk: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    activations: Literal["accurate", "native"] | None = None
+    gelu: Literal["auto", "exact", "tanh", "sigmoid"] = "auto"
+    embedding: Literal["outside", "inside"] = "outside"
+    part_bytes: int = DEFAULT_PART_BYTES
+    parity: bool = True
+    prompt: str = PROMPT
+    revision: str | None = None
+
+
+class Line:
+    """One export: what the job comes down to for this checkpoint and device, and the stages that build it."""
+
+    def __init__(self, job: Job, default_out: bool = False) -> None:
+        """Check everything that can be checked without reading weights. Raises RingstepError.
+
+        With `default_out` the folder is artifacts/MODEL-DEVICE-PRECISION.
+        """
+        self.job = job
+        self.device: Device | None = find_device(job.device) if job.device else None
+        if job.format == "qnn" and self.device is None:
+            raise RingstepError("a QNN binary is compiled for one chip: give --device (see ringstep devices)")
+        precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
+        self.dtype = DTYPES[precision]
+        if job.format == "qnn":
+            assert self.device is not None
+            if precision == "fp32":
+                raise RingstepError("the NPU computes in fp16: use --precision fp16, or --format onnx for fp32")
+            if not self.device.chip.fp16:
+                raise RingstepError(
+                    f"{self.device.id} ({self.device.chip.name}, {self.device.chip.htp_arch}) has no fp16: "
+                    "it needs a quantised model; choose another device (see ringstep devices)"
+                )
+        self.activations = job.activations or ("accurate" if job.format == "qnn" or precision == "fp16" else "native")
+        self.checkpoint: Checkpoint = open_checkpoint(job.model, revision=job.revision)
+        if default_out:
+            plain = re.sub(r"[^\w.-]+", "-", self.checkpoint.label).lower()
+            name = "-".join([plain, *([self.device.id] if self.device else []), precision])
+            self.job = dataclasses.replace(job, out=Path("artifacts") / name)
+        limit = self.checkpoint.config.get("max_position_embeddings")
+        longest = limit if type(limit) is int and limit > 0 else DEFAULT_CONTEXT
+        self.context = job.context if job.context is not None else min(DEFAULT_CONTEXT, longest)
+        if not 1 <= self.context <= longest:
+            raise RingstepError(f"--context {self.context}: must lie in 1..{longest}, the model's own limit")
+        if not 1 <= job.chunk <= self.context:
+            raise RingstepError(f"--chunk {job.chunk}: must lie in 1..{self.context}, the context")
+        self.chunks = (1,) if job.chunk == 1 else (1, job.chunk)
+
+    @cached_property
+    def options(self) -> Options:
+        """The recipe's options."""
+        from recipes.plan import Options
+
+        return Options(
+            dtype=cast(Any, self.dtype), activations=self.activations, gelu=self.job.gelu, layout=self.job.layout,
+            embedding_inside=self.job.embedding == "inside",
+        )  # fmt: skip
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The recipe's plan, checked against the checkpoint's tensors."""
+        from recipes import plan_for
+
+        plan = plan_for(self.checkpoint.config)
+        for kind in self.job.layout:
+            if kind not in plan.kinds:
+                raise RingstepError(f"--layout {kind}=...: this model has layers of kind {', '.join(plan.kinds)}")
+        self.checkpoint.check(plan.expected(), plan.optional)
+        for warning in plan.warnings:
+            console.warn(warning)
+        return plan
+
+    @cached_property
+    def spec(self) -> StepSpec:
+        """The contract without files."""
+        from recipes.step import step_spec
+
+        eos = tuple(e for e in self.checkpoint.eos_ids() if e < self.plan.vocab)
+        return step_spec(self.plan, self.options, model=self.checkpoint.label, context=self.context,
+                         chunks=self.chunks, eos=eos)  # fmt: skip
+
+    def run(self) -> Manifest:
+        """Run the line; returns the manifest of the artifact folder."""
+        if not (self.job.out / "manifest.json").exists():
+            _ = self.spec  # refuse a bad model before a folder is made for it
+        with open_folder(self.job.out) as manifest:
+            self.manifest = manifest
+            manifest.model = self.job.model
+            manifest.checkpoint = {"sha256": self.checkpoint.fingerprint()}
+            manifest.options = {
+                "format": self.job.format, "device": self.device.id if self.device else None, "dtype": self.dtype,
+                "context": self.context, "chunk": self.job.chunk, "activations": self.activations,
+            }  # fmt: skip
+            manifest.versions = library_versions(
+                "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers"
+            )
+            done = {"tokenizer": self.stage_tokenizer().hashes, "weights": self.stage_weights().hashes}
+            done["onnx"] = self.stage_onnx(done["weights"]).hashes
+            if self.job.format == "qnn":
+                for n in self.chunks:
+                    done.update(self.stages_qnn(n, done))
+            done["contract"] = self.stage_contract(done).hashes
+            self.drop_old(done)
+            if self.job.parity:
+                self.stage_parity(done)
+            manifest.save()
+            return manifest
+
+    def stage(self, name: str, inputs: dict[str, str], options: dict[str, Any], versions: dict[str, str],
+              build: Callable[[Path], dict[str, Any] | None], needs_bytes: int = 0) -> StageRecord:  # fmt: skip
+        """Run one stage under a line of progress."""
+        with console.progress(name):
+            record = run_stage(self.manifest, name, inputs=inputs, options=options, versions=versions, build=build,
+                               needs_bytes=needs_bytes)  # fmt: skip
+        if console.settings.verbose:
+            peak = console.human_bytes(record.peak_rss_anon_bytes)
+            took = "up to date" if record.skipped else f"{console.human_seconds(record.seconds)}, peak RssAnon {peak}"
+            console.say(f"{name}: {took}")
+        return record
+
+    def stage_tokenizer(self) -> StageRecord:
+        """tokenizer/: what the artifact needs to speak text."""
+        files = self.checkpoint.tokenizer_files
+
+        def build(folder: Path) -> None:
+            (folder / "tokenizer").mkdir()
+            try:
+                found = files()
+            except RingstepError as error:
+                console.warn(f"{error}; the artifact gets no tokenizer")
+                found = {}
+            for name, content in found.items():
+                (folder / "tokenizer" / name).write_bytes(content)
+
+        return self.stage("tokenizer", self.tokenizer_inputs(), {}, versions("ringstep/checkpoint.py",
+                          "ringstep/gguf_tokenizer.py"), build)  # fmt: skip
+
+    def tokenizer_inputs(self) -> dict[str, str]:
+        """sha256 of the files the tokenizer comes from."""
+        from ringstep.hashing import sha256_file
+
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+                 "generation_config.json")  # fmt: skip
+        folder = self.checkpoint.path
+        found = {name: sha256_file(folder / name) for name in names if (folder / name).is_file()}
+        return found | {"checkpoint": self.manifest.checkpoint["sha256"]}
+
+    def stage_weights(self) -> StageRecord:
+        """onnx/weights.bin, onnx/embedding.bin, onnx/index.json."""
+
+        def build(folder: Path) -> dict[str, Any]:
+            from exporters.weights import sources, write_weights
+
+            (folder / "onnx").mkdir()
+            total = sum(_size(s.out_shape) for s in sources(self.plan)) * DTYPE_BYTES[self.dtype]
+            with console.progress("writing weights", total) as tick:
+                return {"bytes": write_weights(self.checkpoint, self.plan, self.dtype, folder / "onnx", tick)}
+
+        return self.stage(
+            "weights", {"checkpoint": self.manifest.checkpoint["sha256"]}, {"dtype": self.dtype},
+            versions("recipes", "exporters/weights.py", "ringstep/checkpoint.py"), build, self.weight_bytes(),
+        )  # fmt: skip
+
+    def weight_bytes(self) -> int:
+        """What the weights will take on disk, from the checkpoint's shapes; slightly too high when heads are tied."""
+        return sum(_size(self.checkpoint.shape(n)) for n in self.checkpoint.names()) * DTYPE_BYTES[self.dtype]
+
+    def stage_onnx(self, weights: dict[str, str]) -> StageRecord:
+        """onnx/decode.onnx, and prefill_N.onnx for a chunk."""
+
+        def build(folder: Path) -> dict[str, Any]:
+            from exporters.onnx import export_graphs
+            from exporters.weights import load_index
+
+            (folder / "onnx").mkdir()
+            placed = load_index(self.job.out / "onnx")
+            with console.progress("tracing and stamping"):
+                files = export_graphs(self.plan, self.options, self.spec, placed, folder / "onnx")
+            return {"graphs": {str(n): path.name for n, path in files.items()}}
+
+        # Where parameters lie is all a graph knows of the weights: other values in the same places change nothing.
+        inputs = {"index": weights["onnx/index.json"]}
+        options = {"context": self.context, "chunks": list(self.chunks), "config": self.checkpoint.config,
+                   **dataclasses.asdict(self.options)}  # fmt: skip
+        return self.stage("onnx", inputs, options, versions(
+            "recipes", "exporters/onnx.py", "exporters/trace.py", "ringstep/contract.py",
+            libraries=("torch", "onnxscript", "onnx-ir")), build)  # fmt: skip
+
+    def stages_qnn(self, n: int, done: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        """A context binary of every part of the graph of n tokens; each part is a stage, so a killed run resumes."""
+        from exporters.cut import block_bytes, choose_cuts, part_specs, write_parts
+        from exporters.onnx import graph_file
+
+        assert self.device is not None
+        chip, whole = self.device.chip, self.job.out / "onnx" / graph_file(n)
+        stem = whole.stem
+        files, results = [f"onnx/{whole.name}"], {}
+        layers, head = block_bytes(whole)
+        if sum(layers) + head > self.job.part_bytes:
+            cuts = choose_cuts(layers, head, self.job.part_bytes)
+
+            def build_parts(folder: Path) -> dict[str, Any]:
+                parts = part_specs(self.spec, self.spec.graph(n), cuts, f"onnx/{stem}")
+                (folder / "onnx").mkdir()
+                write_parts(whole, parts, folder / "onnx")
+                return {"cut_after_layers": cuts}
+
+            record = self.stage(f"cut-{stem}", {"graph": done["onnx"][files[0]]}, {"cuts": cuts},
+                                versions("exporters/cut.py", libraries=("onnx-ir",)), build_parts)  # fmt: skip
+            results[record.name] = record.hashes
+            files = sorted(record.outputs, key=lambda f: int(f.split(".part")[1].split(".")[0]))
+        for file in files:
+            sha = results[f"cut-{stem}"][file] if len(files) > 1 else done["onnx"][file]
+            name = Path(file).stem.replace(".", "_")
+
+            def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:
+                from exporters.qnn import compile_context
+
+                with console.progress(f"compiling {name} for {chip.name}"):
+                    report = compile_context(self.job.out / file, folder / "qnn", chip=chip, fp16=True, name=name)
+                facts = dataclasses.asdict(report)
+                del facts["files"], facts["seconds"]
+                return facts
+
+            record = self.stage(
+                f"qnn-{name}", {"graph": sha, **done["weights"]}, {"chip": chip.name, "soc_model": chip.soc_model},
+                versions("exporters/qnn.py", "ringstep/qnn.py", libraries=("onnxruntime", "onnxruntime-qnn")), build,
+            )  # fmt: skip
+            results[record.name] = record.hashes
+        return results
+
+    def stage_contract(self, done: dict[str, dict[str, str]]) -> StageRecord:
+        """step.json: the contract with the files that now exist."""
+
+        def build(folder: Path) -> None:
+            from exporters.cut import part_specs
+            from exporters.onnx import graph_file, hidden_name
+
+            graphs = []
+            for graph in self.spec.graphs:
+                stem = Path(graph_file(graph.n)).stem
+                names = tuple(t.name for t in graph.inputs), tuple(t.name for t in graph.outputs)
+                parts = {"onnx": (PartSpec(f"onnx/{stem}.onnx", *names),)}
+                hidden: tuple[Any, ...] = ()
+                cut = self.manifest.stages.get(f"cut-{stem}") if f"cut-{stem}" in done else None
+                if self.job.format == "qnn":
+                    cuts = cut.facts["cut_after_layers"] if cut else []
+                    compiled = part_specs(self.spec, graph, cuts, stem) if cuts else parts["onnx"]
+                    parts["qnn"] = tuple(
+                        dataclasses.replace(p, file=f"qnn/{Path(p.file).stem.replace('.', '_')}_ctx.onnx")
+                        for p in compiled
+                    )
+                    hidden = self.hidden([hidden_name(c) for c in cuts], graph.n)
+                graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
+            embedding = None
+            if not self.options.embedding_inside:
+                embedding = EmbeddingSpec("onnx/embedding.bin", 0, (self.plan.vocab, self.plan.hidden), self.dtype)
+            target = {"device": self.device.id, "chip": self.device.chip.name} if self.device else {}
+            spec = dataclasses.replace(self.spec, graphs=tuple(graphs), embedding=embedding, target=target)
+            spec.save(folder / "step.json")
+            StepSpec.load(folder)  # what is shipped has passed its own validation
+
+        inputs = {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
+        options = {"format": self.job.format, "label": self.checkpoint.label,
+                   "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
+        return self.stage("contract", inputs, options, versions("ringstep/contract.py", "exporters/line.py"), build)
+
+    def hidden(self, names: list[str], n: int) -> tuple[Any, ...]:
+        """The tensors that pass between parts."""
+        from ringstep.contract import TensorSpec
+
+        return tuple(TensorSpec(name, (n, self.plan.hidden), self.dtype, "hidden") for name in names)
+
+    def drop_old(self, done: dict[str, dict[str, str]]) -> None:
+        """Forget stages of an earlier export that this one does not have (their files are stale)."""
+        for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
+            record = self.manifest.stages.pop(name)
+            kept = {path for other in self.manifest.stages.values() for path in other.outputs}
+            for path in record.outputs:
+                if path not in kept:
+                    self.manifest.path(path).unlink(missing_ok=True)
+        self.manifest.save()
+
+    def stage_parity(self, done: dict[str, dict[str, str]]) -> StageRecord:
+        """parity.json: the proof, on ONNX Runtime over a text and, for QNN, on the simulator over an answer."""
+
+        def build(folder: Path) -> dict[str, Any]:
+            from exporters.prove import prove
+
+            engines = ["ort", "qnn-sim"] if self.job.format == "qnn" else ["ort"]
+            reports = prove(self.job.out, self.checkpoint, engines, self.job.prompt)
+            (folder / "parity.json").write_text(json.dumps(reports, indent=1) + "\n")
+            return {"passed": all(r["summary"]["passed"] for r in reports)}
+
+        inputs = {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
+        return self.stage("parity", inputs, {"prompt": self.job.prompt, "tokens": PROOF_TOKENS}, versions(
+            "ringstep/parity", "ringstep/session.py", "ringstep/engines", "exporters/prove.py",
+            libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
+
+
+def versions(*sources: str, libraries: tuple[str, ...] = ()) -> dict[str, str]:
+    """What a stage depends on besides its inputs: ringstep's own sources and libraries."""
+    return {"source": source_hash(*sources), **library_versions(*libraries)}
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size

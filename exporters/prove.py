@@ -1,0 +1,156 @@
+"""Proving an artifact: reference and engines side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ringstep import console
+from ringstep.checkpoint import Checkpoint
+from ringstep.contract import StepSpec
+from ringstep.errors import RingstepError
+from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
+from ringstep.session import DecodeSession
+from ringstep.text import Text
+
+PROOF_TOKENS = 200
+ANSWER_TOKENS = 16
+SIMULATED_TOKENS = 48
+
+
+class Reference(Protocol):
+    """What a proof asks of the original."""
+
+    source: str
+
+    def truth(self, ids: Sequence[int]) -> Truth:
+        """Logits and caches after feeding `ids`."""
+
+    def answer(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Truth:
+        """The greedy answer to a prompt."""
+
+
+class RecipeReference:
+    """The recipe in eager torch, float32: for architectures that the installed transformers does not know.
+
+    It checks the export, not the recipe, which the project's tests hold against an independent reference.
+    """
+
+    source = "recipe, eager torch, float32"
+
+    def __init__(self, checkpoint: Checkpoint, context: int) -> None:
+        from exporters.weights import read
+        from recipes import plan_for
+        from recipes.plan import Options
+        from recipes.step import DecodeStep, step_spec
+        from ringstep.engines.torch_eager import TorchEngine
+
+        plan = plan_for(checkpoint.config)
+        # Append everywhere keeps every entry for the comparison.
+        options = Options(layout=dict.fromkeys(plan.kinds, "append"), embedding_inside=True)
+        spec = step_spec(plan, options, model="reference", context=context, chunks=(1,), eos=())
+        step = DecodeStep(plan, options, spec, lambda source: read(checkpoint, source))
+        self.session = DecodeSession(spec, TorchEngine(step))
+
+    def truth(self, ids: Sequence[int]) -> Truth:
+        self.session.reset()
+        logits = self.session.step(list(ids))
+        caches = [self.session.entries(layer) for layer in range(len(self.session.spec.caches))]
+        return Truth(self.source, list(ids), logits, caches)
+
+    def answer(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Truth:
+        have, _ = generate(self.session, prompt, limit, eos)
+        ids = [*prompt, *have]
+        return dataclasses.replace(self.truth(ids[:-1]), ids=ids)
+
+
+def open_reference(checkpoint: Checkpoint, context: int) -> Reference:
+    """transformers where it knows the architecture, else the recipe itself."""
+    from ringstep.parity.reference import TransformersReference, has_reference
+
+    with console.progress("loading the original in float32"):
+        if has_reference(checkpoint):
+            return TransformersReference(checkpoint)
+        return RecipeReference(checkpoint, context)
+
+
+def proof_ids(spec: StepSpec, folder: Path, tokens: int) -> list[int]:
+    """A text that passes every window twice: the shipped one where there is a tokenizer, else seeded random ids."""
+    longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
+    count = min(spec.context, max(tokens, 2 * longest + 8))
+    try:
+        text = (Path(__file__).parent.parent / "ringstep" / "parity" / "text.txt").read_text(encoding="utf-8")
+        ids = Text(folder).encode(text)
+        ids = (ids * (count // len(ids) + 1))[:count]
+        if max(ids) < spec.vocab:
+            return ids
+    except RingstepError:
+        pass
+    return [int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count)]
+
+
+def prove(
+    folder: Path,
+    checkpoint: Checkpoint,
+    engines: Sequence[str],
+    prompt: str | None,
+    *,
+    tokens: int | None = None,
+    threshold_db: float | None = None,
+) -> list[dict[str, Any]]:
+    """Compare each engine with the original; returns one plain report an engine.
+
+    ONNX Runtime is taken over a text of `tokens` (default 200, or past the second wrap of the longest window);
+    the simulator, seconds a step, answers `prompt` where the artifact has a chat template and takes a shorter
+    text where it has not, or where `tokens` asks for one.
+    """
+    spec = StepSpec.load(folder)
+    reference = open_reference(checkpoint, spec.context)
+    reports = []
+    for engine in engines:
+        with DecodeSession.open(folder, engine) as session:
+            label = "simulated: " if engine == "qnn-sim" else ""
+            chat = chat_ids(folder, spec, prompt) if engine == "qnn-sim" and tokens is None else None
+            if chat:
+                with console.progress("the original's answer"):
+                    truth = reference.answer(chat, min(ANSWER_TOKENS, spec.context - len(chat)), spec.eos)
+                with console.progress(f"{label}answering on {engine}", len(truth.ids) - 1) as tick:
+                    report = answer_parity(session, truth, len(chat), spec.eos, threshold_db, tick)
+            else:
+                count = tokens or (SIMULATED_TOKENS if engine == "qnn-sim" else PROOF_TOKENS)
+                truth = reference.truth(proof_ids(spec, folder, count))
+                with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
+                    report = teacher_forced(session, truth, threshold_db, tick)
+        reports.append(plain(report, folder, prompt if chat else None))
+    return reports
+
+
+def chat_ids(folder: Path, spec: StepSpec, prompt: str | None) -> list[int] | None:
+    """The prompt's ids through the chat template; None without a prompt, a template, or room in the context."""
+    if not prompt:
+        return None
+    try:
+        text = Text(folder)
+    except RingstepError:
+        return None
+    ids = text.chat(prompt)
+    return ids if text.template and len(ids) < spec.context and max(ids) < spec.vocab else None
+
+
+def plain(report: Report, folder: Path, prompt: str | None) -> dict[str, Any]:
+    """A report as JSON values, the answer's ids decoded."""
+    if report.answer:
+        text = Text(folder)
+        report.answer |= {
+            "prompt": prompt,
+            "reference_text": text.decode(report.answer["reference_ids"]),
+            "text": text.decode(report.answer["ids"]),
+        }
+    body = dataclasses.asdict(report)
+    return {"summary": report.summary(), "positions": body["positions"], "caches": body["caches"],
+            "answer": report.answer}  # fmt: skip
+
