@@ -52,7 +52,7 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
     """`auto`, one layout for all layers, or KIND=LAYOUT pairs."""
     if value == "auto":
         return {}
-    pairs = dict(p.split("=", 1) if "=" in p else ("*", p) for p in value.split(","))
+    pairs = {kind or "*": layout for kind, _, layout in (p.rpartition("=") for p in value.split(","))}
     for layout in pairs.values():
         if layout not in LAYOUTS:
             raise click.BadParameter(f"{layout!r} is none of auto, {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}")
@@ -65,7 +65,7 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True)
 @click.option("--precision", type=click.Choice(["fp32", "fp16"]), help="Default: fp16 for qnn, fp32 for onnx.")
 @click.option("--context", type=int, help="Tokens the caches hold. Default: 1024, or the model's limit.")
-@click.option("--chunk", type=int, default=1, show_default=True, help="Also export a prefill graph of this many tokens.")
+@click.option("--chunk", type=int, default=1, show_default=True, help="Also export a prefill graph of N tokens.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: artifacts/MODEL-DEVICE-PRECISION.")
 @click.option("--activations", type=click.Choice(["accurate", "native"]),
               help="accurate: forms that HTP computes right in fp16 (the default there).")  # fmt: skip
@@ -188,7 +188,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     manifest = Manifest.load(artifact)
     checkpoint = open_checkpoint(model or manifest.model)
     if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(f"{model or manifest.model}: not the checkpoint this artifact was made from (sha256 differs)")
+        raise RingstepError(f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs)")
     reports = prove(artifact, checkpoint, [engine], prompt, tokens=tokens, threshold_db=min_db)
     if json_:
         console.print_json(reports)
@@ -243,7 +243,8 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
     simulated = engine == "qnn-sim"
     if json_:
         console.print_json({"text": text.decode(answer), "ids": answer, "prompt_tokens": len(ids), "engine": engine,
-                            "simulated": simulated, "first_token_seconds": first, "decode_seconds": seconds})  # fmt: skip
+                            "simulated": simulated,
+                            "first_token_seconds": first, "decode_seconds": seconds})  # fmt: skip
     else:
         print()
         rate = f"{(len(answer) - 1) / seconds:.1f} tokens/s" if len(answer) > 1 else ""

@@ -68,12 +68,12 @@ def print_description(body: dict[str, Any]) -> None:
                 for side in ("inputs", "outputs") for name, t in fold(graph[side])]  # fmt: skip
         console.table(f"graph of {graph['n']} token{'s' * (graph['n'] > 1)}",
                       ["", "name", "shape", "type", "role"], rows)  # fmt: skip
-    rows = [(ranges(c["layers"]), c["kind"], c["length"], c["window"] or "", c["kv_heads"], c["head_dim"],
+    caches = [(ranges(c["layers"]), c["kind"], c["length"], c["window"] or "", c["kv_heads"], c["head_dim"],
              console.human_bytes(c["bytes"])) for c in body["caches"]]  # fmt: skip
-    console.table("caches", ["layers", "kind", "length", "window", "kv heads", "head_dim", "size"], rows)
-    rows = [(k["context"], console.human_bytes(k["hybrid"]), console.human_bytes(k["flat"]),
+    console.table("caches", ["layers", "kind", "length", "window", "kv heads", "head_dim", "size"], caches)
+    sizes = [(k["context"], console.human_bytes(k["hybrid"]), console.human_bytes(k["flat"]),
              f"{k['flat'] / k['hybrid']:.2f}x") for k in body["kv_bytes"]]  # fmt: skip
-    console.table("KV bytes by context", ["context", "as exported", "every layer full", "saved"], rows)
+    console.table("KV bytes by context", ["context", "as exported", "every layer full", "saved"], sizes)
     console.table("files", ["file", "size"], [(f, console.human_bytes(b)) for f, b in body["files"].items()])
 
 
@@ -85,8 +85,11 @@ def fold(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         groups.setdefault((t["role"], tuple(t["shape"]), t["dtype"], "" if layered else t["name"]), []).append(t)
     rows = []
     for group in groups.values():
-        stem, layers = group[0]["name"].rsplit("_", 1)[0], [t["name"].rsplit("_", 1)[1] for t in group if len(group) > 1]
-        rows.append((f"{stem}_{{{ranges([int(n) for n in layers])}}}" if layers else group[0]["name"], group[0]))
+        name = group[0]["name"]
+        if len(group) > 1:
+            layers = ranges([int(t["name"].rsplit("_", 1)[1]) for t in group])
+            name = f"{name.rsplit('_', 1)[0]}_{{{layers}}}"
+        rows.append((name, group[0]))
     return rows
 
 

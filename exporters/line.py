@@ -285,7 +285,7 @@ class Line:
             for graph in self.spec.graphs:
                 stem = Path(graph_file(graph.n)).stem
                 names = tuple(t.name for t in graph.inputs), tuple(t.name for t in graph.outputs)
-                parts = {"onnx": (PartSpec(f"onnx/{stem}.onnx", *names),)}
+                parts: dict[str, tuple[PartSpec, ...]] = {"onnx": (PartSpec(f"onnx/{stem}.onnx", *names),)}
                 hidden: tuple[Any, ...] = ()
                 cut = self.manifest.stages.get(f"cut-{stem}") if f"cut-{stem}" in done else None
                 if self.job.format == "qnn":

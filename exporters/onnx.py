@@ -71,7 +71,7 @@ class Stamp:
                 base_dir=self.folder,
             )  # fmt: skip
             self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(self.dtype), const_value=tensor
+                name=name, shape=ir.Shape(where.shape), type=ir.TensorType(self.dtype), const_value=tensor
             )
         return self.initializers[name]
 
@@ -90,7 +90,7 @@ class Stamp:
         if name not in self.initializers:
             tensor = ir.tensor(array, name=name)
             self.initializers[name] = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
             )
         return self.initializers[name]
 

@@ -59,7 +59,7 @@ def _sum(x: Any, dim: Sequence[int], keepdim: bool = False, dtype: Any = None) -
 
 
 _ATEN = torch.ops.aten
-TRANSLATIONS = {
+TRANSLATIONS: dict[Any, Any] = {
     _ATEN.linear.default: _linear,
     _ATEN.view.default: _reshape,
     _ATEN._unsafe_view.default: _reshape,

@@ -53,14 +53,14 @@ class Fields:
         value = self.config.get(name)
         return default if value is None else value
 
-    def int(self, name: str, default: int | None = None, low: int = 1) -> int:
+    def whole(self, name: str, default: int | None = None, low: int = 1) -> int:
         """A whole number of at least `low`; RingstepError when missing or otherwise."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 40:
             raise RingstepError(f"config.json: {name}: {self.shown(value)}; a whole number from {low} on is needed")
         return value
 
-    def float(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         """A finite positive number; RingstepError when missing or otherwise."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -88,7 +88,7 @@ class Fields:
 
     def window(self, default: int | None = None) -> int | None:
         """sliding_window: null, or how many tokens a query sees, the current one included (at least 2)."""
-        return self.int("sliding_window", default, low=2) if self.get("sliding_window", default) is not None else None
+        return self.whole("sliding_window", default, low=2) if self.get("sliding_window", default) is not None else None
 
     def layer_types(self, count: int, default: list[str]) -> tuple[str, ...]:
         """`layer_types` as "sliding" and "full", one a layer."""
@@ -204,7 +204,7 @@ def rotary(fields: Fields, name: str, head_dim: int, rope: dict[str, Any], theta
 
 def flat_rope(fields: Fields, default_theta: float = 10000.0) -> tuple[dict[str, Any], float]:
     """The one rope of a model without layer types: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
-    theta = fields.float("rope_theta", default_theta)
+    theta = fields.number("rope_theta", default_theta)
     scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
     for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
         if value is not None and not isinstance(value, dict):

@@ -31,18 +31,18 @@ class Layer(nn.Module):
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type gemma3_text."""
     f = Fields(config, "gemma3")
-    hidden, inner, vocab = f.int("hidden_size"), f.int("intermediate_size"), f.int("vocab_size")
-    count, heads = f.int("num_hidden_layers"), f.int("num_attention_heads")
-    kv_heads, head_dim = f.int("num_key_value_heads", 4), f.int("head_dim", 256)
+    hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
+    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    kv_heads, head_dim = f.whole("num_key_value_heads", 4), f.whole("head_dim", 256)
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     f.one_of("hidden_act", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
-    eps, scale = f.float("rms_norm_eps", 1e-6), f.float("query_pre_attn_scalar", 256) ** -0.5
+    eps, scale = f.number("rms_norm_eps", 1e-6), f.number("query_pre_attn_scalar", 256) ** -0.5
     window = f.window(4096)
-    every = f.int("sliding_window_pattern", config.get("_sliding_window_pattern") or 6)
+    every = f.whole("sliding_window_pattern", config.get("_sliding_window_pattern") or 6)
     layers = f.layer_types(count, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)])
     f.needs_window(layers, window)
-    rope = f.rope_by_type(layers, {"full": 1e6, "sliding": f.float("rope_local_base_freq", 1e4)})
+    rope = f.rope_by_type(layers, {"full": 1e6, "sliding": f.number("rope_local_base_freq", 1e4)})
     kinds = {k: LayerKind(k, window if k == "sliding" else None, rotary(f, k, head_dim, rope[k]), kv_heads, head_dim)
              for k in dict.fromkeys(layers)}  # fmt: skip
     tied = f.one_of("tie_word_embeddings", (True, False), True)
@@ -70,7 +70,7 @@ def plan(config: Config) -> Plan:
 
     embedding = Source("model.embed_tokens.weight", (vocab, hidden))
     return Plan(
-        recipe="gemma3", vocab=vocab, hidden=hidden, context=f.int("max_position_embeddings", 131072),
+        recipe="gemma3", vocab=vocab, hidden=hidden, context=f.whole("max_position_embeddings", 131072),
         layers=layers, kinds=kinds, layer=layer, layer_sources=sources, embedding=embedding,
         head=embedding if tied else Source("lm_head.weight", (vocab, hidden)),
         norm=norm("model.norm.weight", hidden), norm_eps=eps,

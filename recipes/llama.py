@@ -10,13 +10,13 @@ from recipes.plan import Config, LayerKind, Options, Plan, Source
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type llama or mistral."""
     f = Fields(config, "llama")
-    hidden, inner, vocab = f.int("hidden_size"), f.int("intermediate_size"), f.int("vocab_size")
-    count, heads = f.int("num_hidden_layers"), f.int("num_attention_heads")
-    kv_heads = f.int("num_key_value_heads", heads)
-    head_dim = f.int("head_dim", max(1, hidden // heads))
+    hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
+    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    kv_heads = f.whole("num_key_value_heads", heads)
+    head_dim = f.whole("head_dim", max(1, hidden // heads))
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_act", ("silu",), "silu")
-    eps, window = f.float("rms_norm_eps", 1e-6), f.window()
+    eps, window = f.number("rms_norm_eps", 1e-6), f.window()
     rope, theta = flat_rope(f)
     name = "sliding" if window else "full"
     kind = LayerKind(name, window, rotary(f, name, head_dim, rope, theta), kv_heads, head_dim)
@@ -31,7 +31,7 @@ def plan(config: Config) -> Plan:
 
     embedding = Source("model.embed_tokens.weight", (vocab, hidden))
     return Plan(
-        recipe="llama", vocab=vocab, hidden=hidden, context=f.int("max_position_embeddings", 2048),
+        recipe="llama", vocab=vocab, hidden=hidden, context=f.whole("max_position_embeddings", 2048),
         layers=(name,) * count, kinds={name: kind}, layer=layer, layer_sources=sources, embedding=embedding,
         head=embedding if tied else Source("lm_head.weight", (vocab, hidden)),
         norm=Source("model.norm.weight", (hidden,)), norm_eps=eps,

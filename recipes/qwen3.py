@@ -12,17 +12,18 @@ from ringstep.errors import RingstepError
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type qwen3."""
     f = Fields(config, "qwen3")
-    hidden, inner, vocab = f.int("hidden_size"), f.int("intermediate_size"), f.int("vocab_size")
-    count, heads = f.int("num_hidden_layers"), f.int("num_attention_heads")
-    kv_heads, head_dim = f.int("num_key_value_heads", 32), f.int("head_dim", 128)
+    hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
+    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    kv_heads, head_dim = f.whole("num_key_value_heads", 32), f.whole("head_dim", 128)
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_act", ("silu",), "silu")
-    eps = f.float("rms_norm_eps", 1e-6)
+    eps = f.number("rms_norm_eps", 1e-6)
     rope, theta = flat_rope(f)
     sliding = f.one_of("use_sliding_window", (True, False), False)
-    window = f.window() if sliding else f.ignore("sliding_window")
+    window = f.window() if sliding else None
+    f.ignore("sliding_window")
     # transformers: layers from max_window_layers on slide, the ones before do not.
-    first = f.int("max_window_layers", 28, low=0)
+    first = f.whole("max_window_layers", 28, low=0)
     default = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     layers = f.layer_types(count, default)
     if "sliding" in layers and window is None:
@@ -47,7 +48,7 @@ def plan(config: Config) -> Plan:
 
     embedding = Source("model.embed_tokens.weight", (vocab, hidden))
     return Plan(
-        recipe="qwen3", vocab=vocab, hidden=hidden, context=f.int("max_position_embeddings", 32768),
+        recipe="qwen3", vocab=vocab, hidden=hidden, context=f.whole("max_position_embeddings", 32768),
         layers=layers, kinds=kinds, layer=layer, layer_sources=sources, embedding=embedding,
         head=embedding if tied else Source("lm_head.weight", (vocab, hidden)),
         norm=Source("model.norm.weight", (hidden,)), norm_eps=eps,

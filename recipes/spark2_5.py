@@ -10,13 +10,14 @@ from recipes.plan import Config, LayerKind, Options, Plan, Source
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type spark2_5."""
     f = Fields(config, "spark2_5")
-    hidden, inner, vocab = f.int("hidden_size"), f.int("intermediate_size"), f.int("vocab_size")
-    count, heads, kv_heads = f.int("num_hidden_layers"), f.int("num_attention_heads"), f.int("num_key_value_heads")
-    head_dim = f.int("head_dim", max(1, hidden // heads))
+    hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
+    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    kv_heads = f.whole("num_key_value_heads")
+    head_dim = f.whole("head_dim", max(1, hidden // heads))
     f.divides("num_attention_heads", heads, kv_heads)
     # The exact erf form is what it was trained with; transformers' "gelu" is that form.
     f.one_of("hidden_act", ("gelu",))
-    eps, window = f.float("rms_norm_eps", 1e-6), f.window()
+    eps, window = f.number("rms_norm_eps", 1e-6), f.window()
     layers = f.layer_types(count, ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)])
     f.needs_window(layers, window)
     rope = f.rope_by_type(layers)
@@ -51,7 +52,7 @@ def plan(config: Config) -> Plan:
 
     embedding = Source("model.embedding.weight", (vocab, hidden))
     return Plan(
-        recipe="spark2_5", vocab=vocab, hidden=hidden, context=f.int("max_position_embeddings"),
+        recipe="spark2_5", vocab=vocab, hidden=hidden, context=f.whole("max_position_embeddings"),
         layers=layers, kinds=kinds, layer=layer, layer_sources=sources, embedding=embedding,
         head=embedding if tied else Source("lm_head.weight", (vocab, hidden)),
         norm=Source("model.norm.weight", (hidden,)), norm_eps=eps,

@@ -83,7 +83,7 @@ class DecodeStep(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = self.embed(inputs["input_ids"] if "input_ids" in inputs else inputs["x"])
-        outputs = {}
+        outputs: dict[str, Tensor] = {}
         for layer, cache in zip(self.layers, self.spec.caches, strict=True):
             x, key, value = layer(x, *(inputs[name] for name in layer_inputs(cache)))
             outputs.update(zip(layer_outputs(cache), (key, value), strict=True))

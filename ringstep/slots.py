@@ -21,10 +21,8 @@ def held_positions(kind: CacheKind, length: int, position: int) -> NDArray[np.in
     slots = np.arange(length)
     if kind == "append":
         return np.where(slots < position, slots, -1)
-    if kind == "ring":
-        held = position - 1 - (position - 1 - slots) % length
-    else:
-        held = position - length + slots
+    newest = position - 1
+    held = newest - (newest - slots) % length if kind == "ring" else position - length + slots
     return np.where(held >= 0, held, -1)
 
 

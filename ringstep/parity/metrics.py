@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 Verdict = Literal["equal", "ambiguous", "different"]
 Floats = NDArray[np.floating]
 
+NEAR_TIE = 4.0
 SILENT_DB = 300.0  # identical arrays have no noise; float64 itself ends near 313 dB
 
 
@@ -46,15 +47,15 @@ def log_softmax(logits: Floats) -> NDArray[np.float64]:
 def agreement(reference: Floats, other: Floats) -> Verdict:
     """Whether both rows put the same token first.
 
-    "ambiguous" where they do not, but the reference's own margin between the two tokens in question is below
-    the error on them, so that any engine with that error may turn the tie.
+    "ambiguous" where they do not, but the reference's own margin between the two tokens is below the error: within
+    four times the row's rms error, which two independent errors of that size reach three sigma apart
+    (3 sqrt(2) = 4.2), so that any engine with this error may turn the tie.
     """
     a, b = int(reference.argmax()), int(other.argmax())
     if a == b:
         return "equal"
     margin = float(reference[a]) - float(reference[b])
     error = np.abs(np.asarray(other, np.float64) - np.asarray(reference, np.float64))
-    # Flipping two entries takes an error of half the margin on each, so a flip alone proves no tie: the typical
-    # error over the whole row must reach the margin.
-    typical = float(np.sqrt(np.square(error).mean()))
-    return "ambiguous" if margin <= typical else "different"
+    # The error on the two tokens themselves always exceeds the margin once they flip: it proves nothing.
+    rms = float(np.sqrt(np.square(error).mean()))
+    return "ambiguous" if margin <= NEAR_TIE * rms else "different"

@@ -18,7 +18,7 @@ def has_reference(checkpoint: Checkpoint) -> bool:
     """Whether the installed transformers knows the checkpoint's architecture."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = checkpoint.config.get("model_type")
+    kind = str(checkpoint.config.get("model_type"))
     return kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
@@ -62,7 +62,8 @@ class TransformersReference:
         with torch.inference_mode():
             out = self.model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)
         entries = []
-        for layer in cache.layers:
+        layers: Any = cache.layers
+        for layer in layers:
             keys, values = layer.keys[0].numpy(), layer.values[0].numpy()
             entries.append((np.arange(len(ids) - keys.shape[1], len(ids)), keys, values))
         return Truth(self.source, list(ids), out.logits[0].numpy(), entries)

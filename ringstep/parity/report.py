@@ -78,7 +78,8 @@ class Report:
             found.append(f"logits {worst.snr_db:.1f} dB at position {worst.position}, below {self.threshold_db:.0f} dB")
         wrong = [p.position for p in self.positions if p.top1 == "different"]
         if wrong:
-            found.append(f"another first token at position {wrong[0]}" + (f" and {len(wrong) - 1} more" * (len(wrong) > 1)))
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            found.append(f"another first token at position {wrong[0]}{more}")
         if self.answer and self.answer["verdict"] == "different":
             found.append("another answer to the prompt")
         return found

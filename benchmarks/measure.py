@@ -1,0 +1,131 @@
+"""Run a command as a fresh process and measure time and memory of its whole process tree (Linux only)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+SAMPLE_SECONDS = 0.02
+LOG_LINES = 15
+# Nothing may be fetched while the clock runs, and nobody's terminal colours may reach a log.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_COLOR": "1"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a command took."""
+
+    seconds: float
+    """Wall time from starting the process to its end."""
+    anon_bytes: int
+    """Peak of the sum of RssAnon over the process tree, sampled every 20 ms: memory that nothing can reclaim."""
+    max_rss_bytes: int
+    """ru_maxrss: the kernel's exact peak RSS of the largest single process; mapped files count."""
+
+
+def run(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Run:
+    """Run a command with stdout and stderr in `log`; SystemExit with the log's end when it fails."""
+    os.sync()  # the previous run's dirty pages are not this run's work
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **OFFLINE, **(env or {})},
+            cwd=cwd or ROOT,
+            start_new_session=True,
+        )
+        try:
+            anon, status, usage = watch(process.pid)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        seconds = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        tail = log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+        sys.exit("\n".join([*tail, f"{command[0]}: exit code {process.returncode}; log: {log}"]))
+    return Run(seconds, anon, usage.ru_maxrss * 1024)
+
+
+def watch(pid: int) -> tuple[int, int, object]:
+    """Wait for a child; return the tree's peak RssAnon in bytes, the wait status and the rusage."""
+    peak = 0
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return peak, status, usage
+        peak = max(peak, sum(anon_bytes(member) for member in tree(pid)))
+        time.sleep(SAMPLE_SECONDS)
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        for task in listdir(Path(f"/proc/{parent}/task")):
+            found += [int(child) for child in read(task / "children").split()]
+    return found
+
+
+def anon_bytes(pid: int) -> int:
+    """Return a process's anonymous resident memory in bytes, 0 when it is gone."""
+    match = re.search(r"^RssAnon:\s+(\d+) kB", read(Path(f"/proc/{pid}/status")), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def listdir(folder: Path) -> list[Path]:
+    """Return a folder's entries, none when it is gone."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def read(path: Path) -> str:
+    """Return a file's text, "" when it is gone."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def size_bytes(folder: Path) -> int:
+    """Return the bytes of all files under a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def rotated(items: Sequence[str], by: int) -> list[str]:
+    """Return the items starting with another one each round, so that no one always runs first."""
+    return [*items[by % len(items) :], *items[: by % len(items)]]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over rounds of ours / theirs: what a busy round does to both cancels."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def machine() -> dict[str, object]:
+    """Return what the figures depend on: processor, cores, memory in bytes, system."""
+    model = re.search(r"^model name\s*:\s*(.+)$", read(Path("/proc/cpuinfo")), re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model[1] if model else "unknown",
+        "cores": os.cpu_count(),
+        "memory_bytes": memory,
+        "load": os.getloadavg()[0],
+    }
