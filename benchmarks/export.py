@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import peers
 from measure import BUILD, ROOT, Run, machine, ratio, rotated, run, size_bytes
@@ -32,7 +33,7 @@ UNCHECKED = (
 
 def commands(model: Path, context: int) -> dict[str, list[str | Path]]:
     """Return each row's command, without its output folder where that comes last."""
-    ringstep = [Path(sys.executable).parent / "ringstep", "export", model, "--format", "onnx",
+    ringstep: list[str | Path] = [Path(sys.executable).parent / "ringstep", "export", model, "--format", "onnx",
                 "--precision", "fp32", "--context", str(context)]  # fmt: skip
     optimum, genai = peers.env("optimum") / "bin", peers.python("genai")
     return {
@@ -78,13 +79,13 @@ def versions() -> dict[str, dict[str, str]]:
         "print(json.dumps({n: have[n] for n in sys.argv[1:] if n in have}))"
     )
     pythons = {OURS: Path(sys.executable), **{name: peers.python(name) for name in peers.PINS}}
-    ask = lambda python: subprocess.run([python, "-c", code, *names], check=True, stdout=subprocess.PIPE, cwd=ROOT)
+    ask = lambda python: subprocess.run([python, "-I", "-c", code, *names], check=True, stdout=subprocess.PIPE)
     return {name: json.loads(ask(python).stdout) for name, python in pythons.items()}
 
 
-def measure(rounds: int, context: int) -> dict[str, object]:
+def measure(rounds: int, context: int) -> dict[str, Any]:
     """Measure all rows for a number of rounds, and one repeated export of ours where nothing is left to do."""
-    todo = commands(model_folder(), context)
+    todo, before = commands(model_folder(), context), machine()
     runs: dict[str, list[Run]] = {row: [] for row in todo}
     for index in range(rounds):
         for row in rotated(list(todo), index):
@@ -92,44 +93,49 @@ def measure(rounds: int, context: int) -> dict[str, object]:
             last = runs[row][-1]
             console.say(f"round {index + 1}/{rounds} {row}: {console.human_seconds(last.seconds)}, "
                         f"{console.human_bytes(last.anon_bytes)} RssAnon")  # fmt: skip
+    graph = output(OURS) / "onnx" / "decode.onnx"
+    written = graph.stat().st_mtime_ns
     repeat = export(OURS, todo[OURS], clean=False)
+    if graph.stat().st_mtime_ns != written:
+        console.warn("the repeated export was no repetition: ringstep's sources changed during the run")
     rows = [summary(row, runs[row], runs[OURS]) for row in todo]
     return {"rounds": rounds, "context": context, "rows": rows, "repeat": dataclasses.asdict(repeat),
-            "machine": machine(), "versions": versions()}  # fmt: skip
+            "machine": before, "versions": versions()}  # fmt: skip
 
 
-def summary(row: str, runs: list[Run], ours: list[Run]) -> dict[str, object]:
+def summary(row: str, runs: list[Run], ours: list[Run]) -> dict[str, Any]:
     """Return a row's medians, its size on disk, ours / its ratios, and every run."""
     fields = {}
-    for name in ("seconds", "anon_bytes", "max_rss_bytes"):
+    for name in ("seconds", "cpu_seconds", "anon_bytes", "max_rss_bytes"):
         values = [getattr(one, name) for one in runs]
         fields[name] = statistics.median(values)
         fields[f"{name}_ratio"] = ratio([getattr(one, name) for one in ours], values)
     return {"tool": row, **fields, "disk_bytes": size_bytes(output(row)), "runs": [dataclasses.asdict(r) for r in runs]}
 
 
-def show(result: dict[str, object]) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print the table."""
     rows = []
     for r in result["rows"]:
         share = lambda name, r=r: "" if r["tool"] == OURS else f"{r[f'{name}_ratio']:.2f}"
         rows.append((r["tool"], console.human_seconds(r["seconds"]), share("seconds"),
-                     console.human_bytes(r["anon_bytes"]), share("anon_bytes"),
+                     console.human_seconds(r["cpu_seconds"]), console.human_bytes(r["anon_bytes"]), share("anon_bytes"),
                      console.human_bytes(r["max_rss_bytes"]), console.human_bytes(r["disk_bytes"])))  # fmt: skip
-    columns = ["tool", "wall", "ours/it", "RssAnon", "ours/it", "max RSS", "disk"]
+    columns = ["tool", "wall", "ratio", "CPU", "RssAnon", "ratio", "max RSS", "disk"]
     console.table(f"Export of SmolLM2-135M, fp32, medians of {result['rounds']} rounds", columns, rows)
     print()
     repeat = result["repeat"]
     print(f"ringstep again, nothing to do: {console.human_seconds(repeat['seconds'])}, "
           f"{console.human_bytes(repeat['anon_bytes'])} RssAnon")  # fmt: skip
-    print("RssAnon: peak of the process tree's sum, sampled every 20 ms. max RSS: largest process, with mapped files.")
+    print("ratio: ours / it, median of the rounds' ratios. CPU: processor time, user and system.")
+    print("RssAnon: peak of the process tree's sum, every 20 ms. max RSS: largest process, mapped files too.")
     for name, found in result["versions"].items():
         print(f"{name}: " + ", ".join(f"{package} {version}" for package, version in found.items()))
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--context", type=int, default=1024, help="tokens that ringstep's caches hold")
     parser.add_argument("--json", action="store_true")

@@ -9,9 +9,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from resource import struct_rusage
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -27,14 +29,16 @@ class Run:
 
     seconds: float
     """Wall time from starting the process to its end."""
+    cpu_seconds: float
+    """Processor time of the process and the children it waited for, user and system."""
     anon_bytes: int
     """Peak of the sum of RssAnon over the process tree, sampled every 20 ms: memory that nothing can reclaim."""
     max_rss_bytes: int
     """ru_maxrss: the kernel's exact peak RSS of the largest single process; mapped files count."""
 
 
-def run(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Run:
-    """Run a command with stdout and stderr in `log`; SystemExit with the log's end when it fails."""
+def run(command: Sequence[str | Path], log: Path) -> Run:
+    """Run a command in the log's folder, stdout and stderr in `log`; SystemExit with its end when it fails."""
     os.sync()  # the previous run's dirty pages are not this run's work
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
@@ -44,8 +48,8 @@ def run(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None 
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **OFFLINE, **(env or {})},
-            cwd=cwd or ROOT,
+            env={**os.environ, **OFFLINE},
+            cwd=log.parent,  # not the repository: `python -m` would find our packages beside the peer's
             start_new_session=True,
         )
         try:
@@ -59,10 +63,10 @@ def run(command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None 
     if process.returncode:
         tail = log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
         sys.exit("\n".join([*tail, f"{command[0]}: exit code {process.returncode}; log: {log}"]))
-    return Run(seconds, anon, usage.ru_maxrss * 1024)
+    return Run(seconds, usage.ru_utime + usage.ru_stime, anon, usage.ru_maxrss * 1024)
 
 
-def watch(pid: int) -> tuple[int, int, object]:
+def watch(pid: int) -> tuple[int, int, struct_rusage]:
     """Wait for a child; return the tree's peak RssAnon in bytes, the wait status and the rusage."""
     peak = 0
     while True:
@@ -119,7 +123,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def machine() -> dict[str, object]:
+def machine() -> dict[str, Any]:
     """Return what the figures depend on: processor, cores, memory in bytes, system."""
     model = re.search(r"^model name\s*:\s*(.+)$", read(Path("/proc/cpuinfo")), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

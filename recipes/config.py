@@ -28,15 +28,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
     "residual_multiplier": (None, 1.0),
+    "rope_interleaved": (False, None),
+    "rope_scaling": (None, {}),
     "use_bidirectional_attention": (False, None),
     "use_qk_norm": (False, None),
 }
+MAX_LAYERS = 4096  # far beyond any model, and little enough to list
 # Fields that name, train or serve a model but leave its arithmetic alone.
 HARMLESS = {
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "bos_token_id",
     "cache_implementation", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label", "initializer_range",
     "is_llama_config", "label2id", "max_window_layers", "model_type", "output_attentions", "output_hidden_states",
-    "pad_token_id", "problem_type", "return_dict", "rope_interleaved", "torch_dtype", "transformers.js_config",
+    "pad_token_id", "problem_type", "return_dict", "torch_dtype", "transformers.js_config",
     "transformers_version", "use_cache",
 }  # fmt: skip
 
@@ -60,10 +63,21 @@ class Fields:
             raise RingstepError(f"config.json: {name}: {self.shown(value)}; a whole number from {low} on is needed")
         return value
 
+    def layer_count(self) -> int:
+        """num_hidden_layers, kept to what can be listed."""
+        count = self.whole("num_hidden_layers")
+        if count > MAX_LAYERS:
+            raise RingstepError(f"config.json: num_hidden_layers: {count}; at most {MAX_LAYERS} are supported")
+        return count
+
     def number(self, name: str, default: float | None = None) -> float:
         """A finite positive number; RingstepError when missing or otherwise."""
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return self.positive(name, self.get(name, default))
+
+    def positive(self, name: str, value: Any) -> float:
+        """`value` of the field `name` as a finite positive number; RingstepError otherwise."""
+        # The bound keeps whole numbers too long for a float out.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
             raise RingstepError(f"config.json: {name}: {self.shown(value)}; a positive number is needed")
         return float(value)
 
@@ -86,9 +100,9 @@ class Fields:
         if heads % kv_heads:
             raise RingstepError(f"config.json: {name}: {heads} heads do not divide by {kv_heads} kv heads")
 
-    def window(self, default: int | None = None) -> int | None:
+    def window(self) -> int | None:
         """sliding_window: null, or how many tokens a query sees, the current one included (at least 2)."""
-        return self.whole("sliding_window", default, low=2) if self.get("sliding_window", default) is not None else None
+        return None if self.get("sliding_window") is None else self.whole("sliding_window", low=2)
 
     def layer_types(self, count: int, default: list[str]) -> tuple[str, ...]:
         """`layer_types` as "sliding" and "full", one a layer."""
@@ -97,7 +111,7 @@ class Fields:
         if not isinstance(types, list) or len(types) != count:
             raise RingstepError(f"config.json: layer_types: needs one entry for each of {count} layers")
         for entry in types:
-            if entry not in names:
+            if not isinstance(entry, str) or entry not in names:
                 raise RingstepError(
                     f"config.json: layer_types: {self.shown(entry)} is not supported by recipe {self.recipe} "
                     f"(only {', '.join(names)})"
@@ -113,23 +127,31 @@ class Fields:
         self, layers: tuple[str, ...], thetas: dict[str, float] | None = None
     ) -> dict[str, dict[str, Any]]:
         """Rope parameters for each layer type: rope_parameters keyed by type, or rope_theta (+ rope_scaling)."""
-        parameters, scaling = self.get("rope_parameters"), self.get("rope_scaling")
-        theta = self.get("rope_theta")
+        parameters, scaling, theta = self.object("rope_parameters"), {}, None
+        if thetas is not None:  # a recipe without defaults knows no older form
+            scaling, theta = self.object("rope_scaling"), self.get("rope_theta")
+        if parameters and scaling:
+            raise RingstepError("config.json: rope_scaling: given beside rope_parameters, which is its newer form")
         found = {}
         for kind in dict.fromkeys(layers):
             own = {"rope_theta": thetas[kind]} if thetas else {}
-            if isinstance(parameters, dict) and f"{kind}_attention" in parameters:
-                rope = parameters[f"{kind}_attention"]
+            if parameters or thetas is None:
+                rope = parameters.get(f"{kind}_attention")
                 if not isinstance(rope, dict):
-                    raise RingstepError(f"config.json: rope_parameters.{kind}_attention: expected an object")
-            elif thetas is None:
-                raise RingstepError(f"config.json: rope_parameters.{kind}_attention: missing")
+                    raise RingstepError(f"config.json: rope_parameters.{kind}_attention: missing, or no object")
             elif kind == "full":
-                rope = (scaling if isinstance(scaling, dict) else {}) | ({"rope_theta": theta} if theta else {})
+                rope = scaling | ({} if theta is None else {"rope_theta": theta})
             else:
                 rope = {}
             found[kind] = own | rope
         return found
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A JSON object, {} where the field is absent or null."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise RingstepError(f"config.json: {name}: {self.shown(value)}; an object is needed")
+        return value
 
     @staticmethod
     def shown(value: Any) -> str:
@@ -153,20 +175,22 @@ class Fields:
         return tuple(warnings)
 
 
-def rotary(fields: Fields, name: str, head_dim: int, rope: dict[str, Any], theta: float | None = None) -> RotarySpec:
+def rotary(
+    fields: Fields, name: str, head_dim: int, rope: dict[str, Any], theta: float | None = None, *, partial: bool = False
+) -> RotarySpec:
     """A RotarySpec from rope parameters: types default, linear, llama3; RingstepError for any other.
+
+    `partial` is for models that rotate a part of each head; the others ignore the factor, so it must be 1.
 
     The formulas are those of transformers' modeling_rope_utils; llama3 interpolates between scaled and plain
     frequencies by wavelength.
     """
     where = f"config.json: rope_parameters ({name})"
-    if not isinstance(rope, dict):
-        raise RingstepError(f"{where}: expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = {"default": set(), "linear": {"factor"}, "llama3": {
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}}  # fmt: skip
-    if kind not in known:
-        raise RingstepError(f"{where}: rope_type {kind!r} is not supported (only {', '.join(known)})")
+    if not isinstance(kind, str) or kind not in known:
+        raise RingstepError(f"{where}: rope_type {fields.shown(kind)} is not supported (only {', '.join(known)})")
     extra = set(rope) - known[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # A factor of 1 under the default type, and an original length it does not use, are left by some exporters.
     extra -= {"original_max_position_embeddings"} | ({"factor"} if rope.get("factor") in (1, 1.0) else set())
@@ -174,14 +198,13 @@ def rotary(fields: Fields, name: str, head_dim: int, rope: dict[str, Any], theta
         raise RingstepError(f"{where}: {sorted(extra)[0]} is not a parameter of rope_type {kind!r}")
 
     def number(key: str, default: float | None = None) -> float:
-        value = rope.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise RingstepError(f"{where}.{key}: {fields.shown(value)}; a positive number is needed")
-        return float(value)
+        return fields.positive(f"rope_parameters ({name}).{key}", rope.get(key, default))
 
     base = number("rope_theta", theta)
-    partial = number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    dims = int(head_dim * partial)
+    share = number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if share != 1 and not partial:
+        raise RingstepError(f"{where}.partial_rotary_factor: {share}; recipe {fields.recipe} rotates whole heads")
+    dims = int(head_dim * share)
     if dims % 2 or not 2 <= dims <= head_dim:
         raise RingstepError(f"{where}.partial_rotary_factor: rotates {dims} of {head_dim} dims; needs an even part")
     # float32 powers as transformers computes them: the angles at large positions depend on the last bit.
@@ -205,8 +228,7 @@ def rotary(fields: Fields, name: str, head_dim: int, rope: dict[str, Any], theta
 def flat_rope(fields: Fields, default_theta: float = 10000.0) -> tuple[dict[str, Any], float]:
     """The one rope of a model without layer types: `rope_parameters`, or `rope_theta` + `rope_scaling`."""
     theta = fields.number("rope_theta", default_theta)
-    scaling, parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        if value is not None and not isinstance(value, dict):
-            raise RingstepError(f"config.json: {name}: expected an object")
-    return parameters or scaling or {}, theta
+    scaling, parameters = fields.object("rope_scaling"), fields.object("rope_parameters")
+    if parameters and scaling:
+        raise RingstepError("config.json: rope_scaling: given beside rope_parameters, which is its newer form")
+    return parameters or scaling, theta

@@ -30,15 +30,15 @@ class Layer(nn.Module):
 
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type gemma3_text."""
-    f = Fields(config, "gemma3")
+    f = Fields({"sliding_window": 4096} | config, "gemma3")  # transformers: absent is not null here
     hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
-    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    count, heads = f.layer_count(), f.whole("num_attention_heads")
     kv_heads, head_dim = f.whole("num_key_value_heads", 4), f.whole("head_dim", 256)
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     f.one_of("hidden_act", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     eps, scale = f.number("rms_norm_eps", 1e-6), f.number("query_pre_attn_scalar", 256) ** -0.5
-    window = f.window(4096)
+    window = f.window()
     every = f.whole("sliding_window_pattern", config.get("_sliding_window_pattern") or 6)
     layers = f.layer_types(count, ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)])
     f.needs_window(layers, window)

@@ -6,17 +6,21 @@ from recipes.blocks import MLP, Attention, Layer
 from recipes.config import Fields, flat_rope, rotary
 from recipes.plan import Config, LayerKind, Options, Plan, Source
 
+# What transformers takes a missing field for, where that differs from null.
+ABSENT = {"mistral": {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}}
+
 
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type llama or mistral."""
-    f = Fields(config, "llama")
+    f = Fields(ABSENT.get(config["model_type"], {}) | config, "llama")
     hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
-    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    count, heads = f.layer_count(), f.whole("num_attention_heads")
     kv_heads = f.whole("num_key_value_heads", heads)
     head_dim = f.whole("head_dim", max(1, hidden // heads))
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_act", ("silu",), "silu")
-    eps, window = f.number("rms_norm_eps", 1e-6), f.window()
+    # Llama has no window: transformers does not read the field there.
+    eps, window = f.number("rms_norm_eps", 1e-6), f.window() if config["model_type"] == "mistral" else None
     rope, theta = flat_rope(f)
     name = "sliding" if window else "full"
     kind = LayerKind(name, window, rotary(f, name, head_dim, rope, theta), kv_heads, head_dim)

@@ -11,10 +11,11 @@ from ringstep.errors import RingstepError
 
 def plan(config: Config) -> Plan:
     """Lay out a config of model_type qwen3."""
-    f = Fields(config, "qwen3")
+    # What transformers takes a missing field for, where that differs from null.
+    f = Fields({"num_key_value_heads": 32, "sliding_window": 4096} | config, "qwen3")
     hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
-    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
-    kv_heads, head_dim = f.whole("num_key_value_heads", 32), f.whole("head_dim", 128)
+    count, heads = f.layer_count(), f.whole("num_attention_heads")
+    kv_heads, head_dim = f.whole("num_key_value_heads", heads), f.whole("head_dim", 128)
     f.divides("num_attention_heads", heads, kv_heads)
     f.one_of("hidden_act", ("silu",), "silu")
     eps = f.number("rms_norm_eps", 1e-6)

@@ -11,7 +11,7 @@ def plan(config: Config) -> Plan:
     """Lay out a config of model_type spark2_5."""
     f = Fields(config, "spark2_5")
     hidden, inner, vocab = f.whole("hidden_size"), f.whole("intermediate_size"), f.whole("vocab_size")
-    count, heads = f.whole("num_hidden_layers"), f.whole("num_attention_heads")
+    count, heads = f.layer_count(), f.whole("num_attention_heads")
     kv_heads = f.whole("num_key_value_heads")
     head_dim = f.whole("head_dim", max(1, hidden // heads))
     f.divides("num_attention_heads", heads, kv_heads)
@@ -20,9 +20,8 @@ def plan(config: Config) -> Plan:
     eps, window = f.number("rms_norm_eps", 1e-6), f.window()
     layers = f.layer_types(count, ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)])
     f.needs_window(layers, window)
-    rope = f.rope_by_type(layers)
-    kinds = {k: LayerKind(k, window if k == "sliding" else None, rotary(f, k, head_dim, rope[k]), kv_heads, head_dim)
-             for k in dict.fromkeys(layers)}  # fmt: skip
+    rope = {k: rotary(f, k, head_dim, own, partial=True) for k, own in f.rope_by_type(layers).items()}
+    kinds = {k: LayerKind(k, window if k == "sliding" else None, rope[k], kv_heads, head_dim) for k in rope}
     gated = f.one_of("headwise_attn_output_gate", (True, False), False)
     mode = f.one_of("gate_attn_act_mode", ("sigmoid", "silu"), "sigmoid")
     tied = f.one_of("tie_word_embeddings", (True, False), True)

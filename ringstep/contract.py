@@ -6,6 +6,7 @@ docs/step-contract.md explains it field by field for a host program in another l
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from ringstep.errors import RingstepError, did_you_mean
 FORMAT = "ringstep.step"
 VERSION = 1
 MAX_JSON_BYTES = 64 << 20
+INT64_MAX = 2**63 - 1
 
 DType = Literal["float32", "float16", "int32"]
 CacheKind = Literal["ring", "append", "roll", "state"]
@@ -188,9 +190,10 @@ def parse(body: Any) -> StepSpec:
     """Build a StepSpec from decoded JSON; RingstepError names the first bad field."""
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise RingstepError(f"format: not {FORMAT!r}; this is no step.json")
-    if body.get("version") != VERSION:
+    version = body.get("version")
+    if type(version) is not int or version != VERSION:
         raise RingstepError(
-            f"version: {body.get('version')!r} is not {VERSION}; export again with this ringstep, or update it"
+            f"version: {shown(version)} is not {VERSION}; export again with this ringstep, or update it"
         )
     fields = {key: value for key, value in body.items() if key not in ("format", "version")}
     spec = cast(StepSpec, _build(StepSpec, fields, ""))
@@ -204,7 +207,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise RingstepError(f"{where or 'step'}: expected an object")
-        hints = typing.get_type_hints(kind)
+        hints = _hints(cast(Any, kind))
         for key in value:
             if key not in hints:
                 raise RingstepError(f"{_join(where, key)}: unknown field{did_you_mean(key, hints)}")
@@ -228,12 +231,14 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return {key: _build(args[1], item, _join(where, key)) for key, item in value.items()}
     if origin is Literal:
         if value not in args:
-            raise RingstepError(f"{where}: {value!r} is none of {', '.join(args)}")
+            raise RingstepError(f"{where}: {shown(value)} is none of {', '.join(args)}")
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
         return _build(next(a for a in args if a is not type(None)), value, where)
+    if isinstance(value, int) and abs(value) > INT64_MAX:
+        raise RingstepError(f"{where}: too large a number")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
@@ -243,8 +248,19 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)  # slow, and a large step has thousands of tensors
+
+
 def _join(where: str, key: str) -> str:
+    key = key[:80] if key.isprintable() else ascii(key[:80])
     return f"{where}.{key}" if where else key
+
+
+def shown(value: Any) -> str:
+    """A JSON value for an error message: scalars in short, anything deeper by its type."""
+    return repr(value)[:80] if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
 def _require(condition: bool, message: str) -> None:
@@ -269,16 +285,24 @@ def _validate(spec: StepSpec) -> None:
     _require(len(rotary) == len(spec.rotary), "rotary: two with one name")
     _require(len(masks) == len(spec.masks), "masks: two with one name")
     for mask in spec.masks:
-        _require(mask.length >= 1, f"masks.{mask.name}.length: must be at least 1")
-        _require(mask.window is None or mask.window >= 1, f"masks.{mask.name}.window: must be at least 1")
+        where = f"masks.{mask.name}"
+        _require(mask.kind != "state", f"{where}.kind: a state has no mask")
+        _require(mask.length >= 1, f"{where}.length: must be at least 1")
+        _require(mask.window is None or mask.window >= 1, f"{where}.window: must be at least 1")
         if mask.kind == "ring":
             _require(
                 mask.window is not None and mask.length == max(1, mask.window - 1),
-                f"masks.{mask.name}.length: a ring of window {mask.window} holds window - 1 entries",
+                f"{where}.length: a ring of window {mask.window} holds window - 1 entries",
             )
+            continue
+        # Shorter, it would drop entries that a later query should see.
+        seen = spec.context if mask.window is None or mask.kind == "append" else min(spec.context, mask.window)
+        _require(mask.length >= seen - 1, f"{where}.length: {mask.length} is too short, {seen - 1} entries are seen")
     _require([c.layer for c in spec.caches] == sorted({c.layer for c in spec.caches}), "caches: layers not in order")
     for i, cache in enumerate(spec.caches):
         where = f"caches[{i}]"
+        _require(cache.layer >= 0, f"{where}.layer: negative")
+        _require(cache.dtype in ("float32", "float16"), f"{where}.dtype: must be float32 or float16")
         _require(cache.rotary in rotary, f"{where}.rotary: no rotary named {cache.rotary!r}")
         _require(cache.mask in masks, f"{where}.mask: no mask named {cache.mask!r}")
         mask = masks[cache.mask]

@@ -62,7 +62,10 @@ class DecodeSession:
         never written) or decoded one by one. Raises RingstepError on context overflow, an id outside the
         vocabulary, a graph that left an output unwritten, and values that are not finite.
         """
-        ids = np.asarray(token_ids)
+        try:
+            ids = np.asarray(token_ids)
+        except ValueError:  # lists of different lengths
+            ids = np.empty(0)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise RingstepError("step: token_ids must be a non-empty list of whole numbers")
         if ids.min() < 0 or ids.max() >= self.spec.vocab:
@@ -73,13 +76,36 @@ class DecodeSession:
                 "reset() or export with a larger --context"
             )
         logits = np.empty((len(ids), self.spec.vocab), np.float32)
-        done = 0
-        while done < len(ids):
-            n = self.pick(len(ids) - done)
-            count = min(n, len(ids) - done)
-            logits[done : done + count] = self.run(n, ids[done : done + count])
-            done += count
+        start, done = self.position, 0
+        # A single call changes nothing unless it succeeds; several can fail halfway.
+        kept = self.windows() if self.pick(len(ids)) < len(ids) else {}
+        try:
+            while done < len(ids):
+                n = self.pick(len(ids) - done)
+                count = min(n, len(ids) - done)
+                logits[done : done + count] = self.run(n, ids[done : done + count])
+                done += count
+        except BaseException:
+            self.rewind(start, kept)
+            raise
         return logits
+
+    def windows(self) -> dict[tuple[int, str], np.ndarray]:
+        """Copies of the caches whose old entries a step overwrites; append only fills empty slots."""
+        overwritten = [cache.layer for cache in self.spec.caches if cache.kind != "append"]
+        return {key: array.copy() for key, array in self.caches.items() if key[0] in overwritten}
+
+    def rewind(self, position: int, kept: dict[tuple[int, str], np.ndarray]) -> None:
+        """Undo the calls since `position`, given the windows of that time."""
+        if self.position == position:
+            return
+        self.caches.update(kept)
+        for cache in self.spec.caches:
+            if cache.kind == "append":
+                keys, values = self.caches[cache.layer, "key"], self.caches[cache.layer, "value"]
+                keys = keys.swapaxes(2, 3) if cache.key_layout == "transposed" else keys
+                keys[:, :, position:] = values[:, :, position:] = 0
+        self.position = position
 
     def pick(self, left: int) -> int:
         """The graph for the next call: the largest chunk that is filled, else the smallest that can be padded."""
