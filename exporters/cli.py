@@ -56,7 +56,7 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
     for layout in pairs.values():
         if layout not in LAYOUTS:
             raise click.BadParameter(f"{layout!r} is none of auto, {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}")
-    return dict.fromkeys(("sliding", "full"), pairs["*"]) if "*" in pairs else pairs
+    return pairs
 
 
 @cli.command()
@@ -115,6 +115,7 @@ def show_manifest(manifest: Any) -> dict[str, Any]:
         for r in manifest.stages.values()
     ]  # fmt: skip
     path = manifest.folder / "parity.json"
+    # A proof of an earlier state of the folder has been dropped from the manifest by now.
     proof = json.loads(path.read_text()) if "parity" in manifest.stages and path.exists() else None
     passed = manifest.stages["parity"].facts.get("passed") if proof else None
     return {"folder": str(manifest.folder), "options": manifest.options, "versions": manifest.versions,
@@ -128,7 +129,8 @@ def print_export(body: dict[str, Any]) -> None:
          console.human_bytes(s["bytes"]))
         for s in body["stages"]
     ]  # fmt: skip
-    console.table(body["folder"], ["stage", "time", "peak memory", "written"], rows)
+    print(body["folder"])
+    console.table("", ["stage", "time", "peak memory", "written"], rows)
     for stage in body["stages"]:
         if stage["stage"].startswith("qnn-"):
             facts = stage["facts"]
@@ -183,13 +185,15 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     from ringstep.manifest import Manifest
 
     spec = StepSpec.load(artifact)
+    if tokens and prompt:
+        raise RingstepError("--tokens and --prompt: a proof takes one of them")
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: the artifact's context is {spec.context}")
     manifest = Manifest.load(artifact)
     checkpoint = open_checkpoint(model or manifest.model)
     if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
         raise RingstepError(f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs)")
-    reports = prove(artifact, checkpoint, [engine], prompt, tokens=tokens, threshold_db=min_db)
+    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
     if json_:
         console.print_json(reports)
     else:

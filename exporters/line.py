@@ -28,7 +28,6 @@ DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
 DEFAULT_PART_BYTES = 1 << 30
-PROOF_TOKENS = 200
 PROMPT = "What is the capital of France?"
 
 
@@ -108,7 +107,7 @@ class Line:
 
         plan = plan_for(self.checkpoint.config)
         for kind in self.job.layout:
-            if kind not in plan.kinds:
+            if kind not in (*plan.kinds, "*"):
                 raise RingstepError(f"--layout {kind}=...: this model has layers of kind {', '.join(plan.kinds)}")
         self.checkpoint.check(plan.expected(), plan.optional)
         for warning in plan.warnings:
@@ -146,8 +145,12 @@ class Line:
                     done.update(self.stages_qnn(n, done))
             done["contract"] = self.stage_contract(done).hashes
             self.drop_old(done)
+            proof = manifest.stages.get("parity")
             if self.job.parity:
                 self.stage_parity(done)
+            elif proof and proof.inputs != flat(done):
+                del manifest.stages["parity"]  # it is about an earlier export
+                (self.job.out / "parity.json").unlink(missing_ok=True)
             manifest.save()
             return manifest
 
@@ -305,10 +308,9 @@ class Line:
             spec.save(folder / "step.json")
             StepSpec.load(folder)  # what is shipped has passed its own validation
 
-        inputs = {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
         options = {"format": self.job.format, "label": self.checkpoint.label,
                    "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
-        return self.stage("contract", inputs, options, versions("ringstep/contract.py", "exporters/line.py"), build)
+        return self.stage("contract", flat(done), options, versions("ringstep/contract.py", "exporters/line.py"), build)
 
     def hidden(self, names: list[str], n: int) -> tuple[Any, ...]:
         """The tensors that pass between parts."""
@@ -332,13 +334,12 @@ class Line:
         def build(folder: Path) -> dict[str, Any]:
             from exporters.prove import prove
 
-            engines = ["ort", "qnn-sim"] if self.job.format == "qnn" else ["ort"]
-            reports = prove(self.job.out, self.checkpoint, engines, self.job.prompt)
+            engines = {"ort": None, "qnn-sim": self.job.prompt} if self.job.format == "qnn" else {"ort": None}
+            reports = prove(self.job.out, self.checkpoint, engines)
             (folder / "parity.json").write_text(json.dumps(reports, indent=1) + "\n")
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
-        inputs = {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
-        return self.stage("parity", inputs, {"prompt": self.job.prompt, "tokens": PROOF_TOKENS}, versions(
+        return self.stage("parity", flat(done), {"prompt": self.job.prompt}, versions(
             "ringstep/parity", "ringstep/session.py", "ringstep/engines", "exporters/prove.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
 
@@ -346,6 +347,11 @@ class Line:
 def versions(*sources: str, libraries: tuple[str, ...] = ()) -> dict[str, str]:
     """What a stage depends on besides its inputs: ringstep's own sources and libraries."""
     return {"source": source_hash(*sources), **library_versions(*libraries)}
+
+
+def flat(done: dict[str, dict[str, str]]) -> dict[str, str]:
+    """All outputs so far, STAGE/FILE to sha256."""
+    return {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
 
 
 def _size(shape: tuple[int, ...]) -> int:

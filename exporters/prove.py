@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
+from ringstep.parity import metrics
 from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
 from ringstep.session import DecodeSession
 from ringstep.text import Text
@@ -78,12 +79,19 @@ def open_reference(checkpoint: Checkpoint, context: int) -> Reference:
         return RecipeReference(checkpoint, context)
 
 
-def proof_ids(spec: StepSpec, folder: Path, tokens: int) -> list[int]:
-    """A text that passes every window twice: the shipped one where there is a tokenizer, else seeded random ids."""
+def proof_tokens(spec: StepSpec, engine: str) -> int:
+    """How long a text proves an engine: past the second wrap of every window, as far as a simulator's pace allows."""
     longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
-    count = min(spec.context, max(tokens, 2 * longest + 8))
+    count = max(PROOF_TOKENS, 2 * longest + 8)
+    if engine == "qnn-sim":
+        count = max(SIMULATED_TOKENS, min(2 * longest + 8, PROOF_TOKENS))
+    return min(spec.context, count)
+
+
+def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
+    """`count` ids: of the shipped text where there is a tokenizer, else seeded random ones."""
     try:
-        text = (Path(__file__).parent.parent / "ringstep" / "parity" / "text.txt").read_text(encoding="utf-8")
+        text = (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
         ids = Text(folder).encode(text)
         ids = (ids * (count // len(ids) + 1))[:count]
         if max(ids) < spec.vocab:
@@ -96,33 +104,31 @@ def proof_ids(spec: StepSpec, folder: Path, tokens: int) -> list[int]:
 def prove(
     folder: Path,
     checkpoint: Checkpoint,
-    engines: Sequence[str],
-    prompt: str | None,
+    engines: Mapping[str, str | None],
     *,
     tokens: int | None = None,
     threshold_db: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Compare each engine with the original; returns one plain report an engine.
+    """Compare engines with the original; returns one plain report an engine.
 
-    ONNX Runtime is taken over a text of `tokens` (default 200, or past the second wrap of the longest window);
-    the simulator, seconds a step, answers `prompt` where the artifact has a chat template and takes a shorter
-    text where it has not, or where `tokens` asks for one.
+    `engines` maps each engine to a prompt that it answers by itself, or to None for a text of `tokens` (default:
+    200, or past the second wrap of the longest window; fewer on the simulator, which takes seconds a step). A
+    prompt needs a tokenizer with a chat template, without which the text is taken.
     """
     spec = StepSpec.load(folder)
     reference = open_reference(checkpoint, spec.context)
     reports = []
-    for engine in engines:
+    for engine, prompt in engines.items():
         with DecodeSession.open(folder, engine) as session:
             label = "simulated: " if engine == "qnn-sim" else ""
-            chat = chat_ids(folder, spec, prompt) if engine == "qnn-sim" and tokens is None else None
+            chat = chat_ids(folder, spec, prompt)
             if chat:
                 with console.progress("the original's answer"):
                     truth = reference.answer(chat, min(ANSWER_TOKENS, spec.context - len(chat)), spec.eos)
                 with console.progress(f"{label}answering on {engine}", len(truth.ids) - 1) as tick:
                     report = answer_parity(session, truth, len(chat), spec.eos, threshold_db, tick)
             else:
-                count = tokens or (SIMULATED_TOKENS if engine == "qnn-sim" else PROOF_TOKENS)
-                truth = reference.truth(proof_ids(spec, folder, count))
+                truth = reference.truth(proof_ids(spec, folder, tokens or proof_tokens(spec, engine)))
                 with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
                     report = teacher_forced(session, truth, threshold_db, tick)
         reports.append(plain(report, folder, prompt if chat else None))

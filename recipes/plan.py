@@ -52,8 +52,9 @@ class Options:
     embedding_inside: bool = False
 
     def layout_of(self, kind: LayerKind) -> Layout:
-        """The cache layout of a kind: as asked, else ring for windows and append for full layers."""
-        return self.layout.get(kind.name, "append" if kind.window is None else "ring")
+        """The cache layout of a kind: as asked ("*" stands for every kind), else ring for windows, else append."""
+        default: Layout = "append" if kind.window is None else "ring"
+        return self.layout.get(kind.name, self.layout.get("*", default))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def step_spec(plan: Plan, options: Options, *, model: str, context: int, chunks:
         if layout == "ring" and (kind.window is None or kind.window >= context):
             # It would never wrap: a ring of window - 1 slots is longer than everything there is.
             layout = "append"
-        length = full if layout == "append" or kind.window is None else max(1, kind.window - 1)
+        length = full if layout == "append" or kind.window is None else max(1, min(full, kind.window - 1))
         masks[name] = MaskSpec(name, layout, length, kind.window)
         caches.append(
             CacheSpec(index, layout, length, kind.kv_heads, kind.head_dim, dtype, kind.rotary.name, name, kind.window)

@@ -59,7 +59,8 @@ class TransformersReference:
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # 5.24 renames past_key_values, 5.20 knows no other name
             out = self.model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)
         entries = []
         layers: Any = cache.layers
@@ -72,7 +73,8 @@ class TransformersReference:
         """The greedy answer (an eos included) to a prompt, with logits and caches of all that was fed."""
         import torch
 
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             out = self.model.generate(
                 torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 max_new_tokens=limit, do_sample=False, eos_token_id=list(eos) or None, pad_token_id=0,
