@@ -31,21 +31,29 @@ IR_TYPES: dict[DType, ir.DataType] = {
 }
 
 
-def trace_blocks(plan: Plan, options: Options, spec: StepSpec, n: int) -> dict[str, ir.Graph]:
-    """Trace "embed", each kind of layer and "head" for steps of n tokens (float32; the stamp sets the dtype)."""
-    shapes = {t.name: t.shape for t in spec.graph(n).inputs}
-    blocks = {}
+Blocks = dict[tuple[str, int], ir.Graph]
+
+
+def trace_blocks(plan: Plan, options: Options, spec: StepSpec) -> Blocks:
+    """Trace "embed", each kind of layer and "head" for every n (float32; the stamp sets the dtype).
+
+    There is no "embed" where the block would be empty: the host looks rows up and nothing is scaled.
+    """
+    wanted: dict[tuple[str, int], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]] = {}
     with torch.device("meta"):
-        x = torch.zeros(n, plan.hidden)
-        ids = torch.zeros(n, dtype=torch.int32)
-        embed = Embed(plan.vocab, plan.hidden, plan.embedding_scale, options.embedding_inside)
-        blocks["embed"] = trace(embed, (ids if options.embedding_inside else x,))
-        for name, kind in plan.kinds.items():
-            cache = next(c for c, layer in zip(spec.caches, plan.layers, strict=True) if layer == name)
-            args = (x, *(torch.zeros(shapes[i]) for i in layer_inputs(cache)))
-            blocks[name] = trace(plan.layer(kind, options), args)
-        blocks["head"] = trace(Head(plan.hidden, plan.vocab, plan.norm_eps), (x,))
-    return blocks
+        for graph in spec.graphs:
+            n, shapes = graph.n, {t.name: t.shape for t in graph.inputs}
+            x = torch.zeros(n, plan.hidden)
+            if options.embedding_inside or plan.embedding_scale != 1.0:
+                embed = Embed(plan.vocab, plan.hidden, plan.embedding_scale, options.embedding_inside)
+                ids = torch.zeros(n, dtype=torch.int32)
+                wanted["embed", n] = embed, (ids if options.embedding_inside else x,)
+            for name, kind in plan.kinds.items():
+                cache = next(c for c, layer in zip(spec.caches, plan.layers, strict=True) if layer == name)
+                args = (x, *(torch.zeros(shapes[i]) for i in layer_inputs(cache)))
+                wanted[name, n] = plan.layer(kind, options), args
+            wanted["head", n] = Head(plan.hidden, plan.vocab, plan.norm_eps), (x,)
+    return dict(zip(wanted, trace(list(wanted.values())), strict=True))
 
 
 class Stamp:
@@ -133,25 +141,22 @@ def hidden_name(layer: int) -> str:
 
 
 def stamp_step(
-    plan: Plan, spec: StepSpec, graph: GraphSpec, blocks: Mapping[str, ir.Graph], placed: Mapping[str, Placed],
-    folder: Path,
-) -> ir.Model:  # fmt: skip
+    plan: Plan, spec: StepSpec, graph: GraphSpec, blocks: Blocks, placed: Mapping[str, Placed], folder: Path
+) -> ir.Model:
     """Put the step of one n together from its traced blocks."""
     stamp = Stamp(spec.dtype, placed, folder)
     inputs = {t.name: stamp.value(t) for t in graph.inputs}
-    first = inputs["input_ids"] if "input_ids" in inputs else inputs["x"]
-    if len(blocks["embed"]):
-        (x,) = stamp.block(blocks["embed"], "/embed", [first], ["embedded"], {"weight": plan.embedding})
-    else:
-        x = first  # the host looks rows up and nothing is scaled: the block is empty
+    x = inputs["input_ids"] if "input_ids" in inputs else inputs["x"]
+    if ("embed", graph.n) in blocks:
+        (x,) = stamp.block(blocks["embed", graph.n], "/embed", [x], ["embedded"], {"weight": plan.embedding})
     made = {}
     for index, name in enumerate(plan.layers):
         cache = spec.caches[index]
         args = [x, *(inputs[i] for i in layer_inputs(cache))]
         names = [hidden_name(index), *layer_outputs(cache)]
-        x, *entries = stamp.block(blocks[name], f"/layers.{index}", args, names, plan.layer_sources(index))
+        x, *entries = stamp.block(blocks[name, graph.n], f"/layers.{index}", args, names, plan.layer_sources(index))
         made.update({value.name: value for value in entries})
-    (made["logits"],) = stamp.block(blocks["head"], "/head", [x], ["logits"], head_sources(plan))
+    (made["logits"],) = stamp.block(blocks["head", graph.n], "/head", [x], ["logits"], head_sources(plan))
     outputs = []
     for tensor in graph.outputs:
         value = made[tensor.name]
@@ -174,8 +179,8 @@ def export_graphs(
 ) -> dict[int, Path]:
     """Trace, stamp and save the graph of every n of the contract into `folder`; returns the files by n."""
     files = {}
+    blocks = trace_blocks(plan, options, spec)
     for graph in spec.graphs:
-        blocks = trace_blocks(plan, options, spec, graph.n)
         model = stamp_step(plan, spec, graph, blocks, placed, folder)
         path = folder / graph_file(graph.n)
         ir.save(model, path)

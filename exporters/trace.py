@@ -72,28 +72,58 @@ TRANSLATIONS: dict[Any, Any] = {
 }
 
 
-def trace(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> ir.Graph:
-    """Trace a float32 module whose parameters and `args` live on the meta device.
+class SideBySide(torch.nn.Module):
+    """Blocks that share nothing, as one module: the exporter's set-up costs a second and is paid once."""
 
-    Returns the ONNX graph: inputs in the order of `args`, initializers named as the module's parameters and
-    without data, nodes named by module path (attn/q_proj/Gemm).
+    def __init__(self, blocks: Sequence[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(module for module, _ in blocks)
+        self.counts = [len(args) for _, args in blocks]
+
+    def forward(self, *args: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
+        results, at = [], 0
+        for block, count in zip(self.blocks, self.counts, strict=True):
+            result = block(*args[at : at + count])
+            results.append(result if isinstance(result, tuple) else (result,))
+            at += count
+        return tuple(results)
+
+
+def trace(blocks: Sequence[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]) -> list[ir.Graph]:
+    """Trace float32 modules with their arguments, all on the meta device; returns an ONNX graph for each.
+
+    A graph has its inputs in the order of the arguments, initializers named as the module's parameters and
+    without data, and nodes named by module path (attn/q_proj/Gemm).
     """
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
+    # The tracer tells inputs apart by identity: blocks must not be handed the same tensor.
+    flat = tuple(torch.empty_like(arg) for _, args in blocks for arg in args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(module, args, strict=False)
+        exported = torch.export.export(SideBySide(blocks), flat, strict=False)
         program = torch.onnx.export(
             exported, (), dynamo=True, opset_version=OPSET, optimize=False, verify=False, verbose=False,
             custom_translation_table=TRANSLATIONS,
         )  # fmt: skip
     assert program is not None
-    graph = program.model.graph
-    tidy(graph)
-    return graph
+    whole = program.model.graph
+    tidy(whole)
+    inputs, outputs = list(whole.inputs), list(whole.outputs)
+    graphs = []
+    for index, (module, args) in enumerate(blocks):
+        with torch.device("meta"):
+            count = len(result) if isinstance(result := module(*args), tuple) else 1
+        graph = ir.convenience.extract(whole, inputs[: len(args)], outputs[:count])
+        del inputs[: len(args)], outputs[:count]
+        for value in list(graph.initializers.values()):
+            value.name = str(value.name).removeprefix(f"blocks.{index}.")
+        name_nodes(graph)
+        graphs.append(graph)
+    return graphs
 
 
 def tidy(graph: ir.Graph) -> None:
-    """What every exporter leaves behind: Identity, allowzero, num_outputs beside sizes; then name the nodes."""
+    """Remove what the exporter leaves behind: Identity, allowzero, num_outputs beside sizes."""
     for node in list(graph):
         if node.op_type == "Identity":
             source, copy = node.inputs[0], node.outputs[0]
@@ -107,12 +137,16 @@ def tidy(graph: ir.Graph) -> None:
             node.attributes.pop("allowzero", None)  # every shape here is static and without zeros
         elif node.op_type == "Split" and len(node.inputs) > 1:
             node.attributes.pop("num_outputs", None)
+
+
+def name_nodes(graph: ir.Graph) -> None:
+    """Name nodes by module path and operator, numbered from the second of a name on: attn/Mul, attn/Mul_1."""
     seen: dict[str, int] = {}
     for node in graph:
-        path = [p.split(":")[0] for p in node.metadata_props.get("namespace", "").split("/")[1:-1]]
-        # Torch repeats the parent in each scope: attn/attn.q_proj.
-        leaf = path[-1].replace(".", "/") + "/" if path else ""
-        name = leaf + node.op_type
+        # Scopes nest as blocks / blocks.0 / blocks.0.attn / blocks.0.attn.q_proj / linear.
+        scopes = [scope.split(":")[0].strip() for scope in node.metadata_props.get("namespace", "").split("/")[1:-1]]
+        path = scopes[-1].split(".")[2:] if scopes else []
+        name = "/".join([*path, node.op_type])
         seen[name] = seen.get(name, 0) + 1
         node.name = name if seen[name] == 1 else f"{name}_{seen[name] - 1}"
         node.metadata_props.clear()
