@@ -131,12 +131,12 @@ def print_export(body: dict[str, Any]) -> None:
     ]  # fmt: skip
     print(body["folder"])
     console.table("", ["stage", "time", "peak memory", "written"], rows)
-    for stage in body["stages"]:
-        if stage["stage"].startswith("qnn-"):
-            facts = stage["facts"]
-            ops = sum(facts["npu_ops"].values())
-            print(f"{stage['stage']}: {ops} operations on the NPU, none on the CPU; "
-                  f"{console.human_bytes(facts['binary_bytes'])} for {facts['chip']} ({facts['version']})")  # fmt: skip
+    compiled = [(s["stage"], s["facts"]) for s in body["stages"] if s["stage"].startswith("qnn-")]
+    if compiled:
+        facts = compiled[0][1]
+        rows = [(name, sum(f["npu_ops"].values()), 0, console.human_bytes(f["binary_bytes"])) for name, f in compiled]
+        print()
+        console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], rows)
     if body["parity"] is not None:
         print_reports(body["parity"])
 
@@ -188,11 +188,13 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     if tokens and prompt:
         raise RingstepError("--tokens and --prompt: a proof takes one of them")
     if tokens and tokens > spec.context:
-        raise RingstepError(f"--tokens {tokens}: the artifact's context is {spec.context}")
+        raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
     manifest = Manifest.load(artifact)
     checkpoint = open_checkpoint(model or manifest.model)
     if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs)")
+        raise RingstepError(
+            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
+        )
     reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
     if json_:
         console.print_json(reports)
@@ -224,15 +226,22 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
     """Answer a prompt greedily with ARTIFACT."""
     import time
 
+    from ringstep.contract import StepSpec
     from ringstep.parity.report import stream
     from ringstep.session import DecodeSession
     from ringstep.text import Text
 
+    context = StepSpec.load(artifact).context
     text = Text(artifact)
     ids = text.encode(prompt) if raw else text.chat(prompt)
+    if not ids:
+        raise RingstepError("--prompt: there is nothing in it to answer")
+    if len(ids) >= context:
+        raise RingstepError(
+            f"the prompt has {len(ids)} tokens, the artifact's context is {context}: shorten it, or export with a "
+            "larger --context"
+        )
     with DecodeSession.open(artifact, engine) as session:
-        if len(ids) >= session.spec.context:
-            raise RingstepError(f"the prompt has {len(ids)} tokens, the artifact's context is {session.spec.context}")
         answer: list[int] = []
         shown, first, start = "", 0.0, time.perf_counter()
         for token, _ in stream(session, ids, max_tokens, session.spec.eos):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from exporters.onnx import hidden_name
+from exporters.onnx import hidden_names
 from recipes.step import layer_inputs, layer_outputs
 from ringstep.contract import GraphSpec, PartSpec, StepSpec
 from ringstep.errors import RingstepError
@@ -63,6 +63,7 @@ def choose_cuts(layers: Sequence[int], head: int, limit: int) -> list[int]:
 
 def part_specs(spec: StepSpec, graph: GraphSpec, cuts: Sequence[int], stem: str) -> tuple[PartSpec, ...]:
     """The parts between `cuts` with the tensors each takes and returns; files are STEM.partK.onnx."""
+    streams = 2 if spec.activations == "accurate" else 1
     last = len(spec.caches) - 1
     # A cut after the last layer leaves the head a part of its own, with no layer at all.
     firsts, lasts = [0, *(c + 1 for c in cuts)], [*cuts, last]
@@ -71,9 +72,11 @@ def part_specs(spec: StepSpec, graph: GraphSpec, cuts: Sequence[int], stem: str)
     for k, (first, end) in enumerate(zip(firsts, lasts, strict=True)):
         caches = spec.caches[first : end + 1]
         needed = {name for cache in caches for name in layer_inputs(cache)}
-        needed.add(declared[0] if k == 0 else hidden_name(first - 1))
-        inputs = [name for name in (declared if k == 0 else [hidden_name(first - 1), *declared]) if name in needed]
-        outputs = ["logits"] if k == len(cuts) else [hidden_name(end)]
+        # The head takes no rest.
+        before = hidden_names(first - 1, streams if caches else 1)
+        inputs = [declared[0]] if k == 0 else before
+        inputs += [name for name in declared if name in needed]
+        outputs = ["logits"] if k == len(cuts) else hidden_names(end, streams if end < last else 1)
         outputs += [name for cache in caches for name in layer_outputs(cache)]
         parts.append(PartSpec(f"{stem}.part{k + 1}.onnx", tuple(inputs), tuple(outputs)))
     return tuple(parts)
@@ -85,5 +88,8 @@ def write_parts(whole: Path, parts: Sequence[PartSpec], folder: Path) -> None:
     for part in parts:
         body = ir.convenience.extract(model.graph, part.inputs, part.outputs)
         body.name = f"{model.graph.name}_{Path(part.file).stem.rpartition('.')[2]}"
+        inside = sorted(body.initializers.items())  # extract's own order changes from run to run
+        body.initializers.clear()
+        body.initializers.update(inside)
         piece = ir.Model(body, ir_version=model.ir_version, producer_name="ringstep")
         ir.save(piece, folder / Path(part.file).name)

@@ -282,7 +282,7 @@ class Line:
 
         def build(folder: Path) -> None:
             from exporters.cut import part_specs
-            from exporters.onnx import graph_file, hidden_name
+            from exporters.onnx import graph_file, hidden_names
 
             graphs = []
             for graph in self.spec.graphs:
@@ -298,7 +298,8 @@ class Line:
                         dataclasses.replace(p, file=f"qnn/{Path(p.file).stem.replace('.', '_')}_ctx.onnx")
                         for p in compiled
                     )
-                    hidden = self.hidden([hidden_name(c) for c in cuts], graph.n)
+                    last, streams = len(self.plan.layers) - 1, self.options.streams
+                    hidden = self.hidden([h for c in cuts for h in hidden_names(c, streams if c < last else 1)], graph.n)
                 graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
             embedding = None
             if not self.options.embedding_inside:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from exporters.trace import OPSET, trace
 from exporters.weights import Placed, key
@@ -50,7 +51,7 @@ def trace_blocks(plan: Plan, options: Options, spec: StepSpec) -> Blocks:
                 wanted["embed", n] = embed, (ids if options.embedding_inside else x,)
             for name, kind in plan.kinds.items():
                 cache = next(c for c, layer in zip(spec.caches, plan.layers, strict=True) if layer == name)
-                args = (x, *(torch.zeros(shapes[i]) for i in layer_inputs(cache)))
+                args = (*[x] * options.streams, *(torch.zeros(shapes[i]) for i in layer_inputs(cache)))
                 wanted[name, n] = plan.layer(kind, options), args
             wanted["head", n] = Head(plan.hidden, plan.vocab, plan.norm_eps), (x,)
     return dict(zip(wanted, trace(list(wanted.values())), strict=True))
@@ -102,6 +103,14 @@ class Stamp:
             )
         return self.initializers[name]
 
+    def zeros(self, shape: tuple[int, ...]) -> ir.Value:
+        """An initializer of zeros."""
+        tensor = ir.tensor(np.zeros(shape, self.dtype.numpy()), name="zeros")
+        self.initializers["zeros"] = ir.Value(
+            name="zeros", shape=ir.Shape(shape), type=ir.TensorType(self.dtype), const_value=tensor
+        )
+        return self.initializers["zeros"]
+
     def block(
         self,
         block: ir.Graph,
@@ -113,7 +122,8 @@ class Stamp:
         """Copy a block's nodes under the name `at`; returns its outputs, named `outputs`."""
         values: dict[ir.Value | None, ir.Value | None] = {None: None}
         values.update(zip(block.inputs, inputs, strict=True))
-        values.update({value: self.weight(weights[name]) for name, value in block.initializers.items()})
+        # Sorted: the tracer's order changes from run to run, and with it the file and all that is built from it.
+        values.update({value: self.weight(weights[name]) for name, value in sorted(block.initializers.items())})
         final = dict(zip(block.outputs, outputs, strict=True))
         for node in block:
             if node.op_type == "Constant":
@@ -135,38 +145,43 @@ class Stamp:
         return results  # type: ignore[return-value]
 
 
-def hidden_name(layer: int) -> str:
-    """The name of a layer's output, where a step may be cut into parts."""
-    return f"hidden_{layer}"
+def hidden_names(layer: int, streams: int) -> list[str]:
+    """The names of a layer's output, where a step may be cut into parts: the residual stream and its rest."""
+    return [f"hidden_{layer}", f"hidden_rest_{layer}"][:streams]
 
 
 def stamp_step(
-    plan: Plan, spec: StepSpec, graph: GraphSpec, blocks: Blocks, placed: Mapping[str, Placed], folder: Path
-) -> ir.Model:
+    plan: Plan, streams: int, spec: StepSpec, graph: GraphSpec, blocks: Blocks, placed: Mapping[str, Placed],
+    folder: Path,
+) -> ir.Model:  # fmt: skip
     """Put the step of one n together from its traced blocks."""
     stamp = Stamp(spec.dtype, placed, folder)
     inputs = {t.name: stamp.value(t) for t in graph.inputs}
     x = inputs["input_ids"] if "input_ids" in inputs else inputs["x"]
     if ("embed", graph.n) in blocks:
         (x,) = stamp.block(blocks["embed", graph.n], "/embed", [x], ["embedded"], {"weight": plan.embedding})
+    stream = [x, stamp.zeros((graph.n, plan.hidden))][:streams] if streams > 1 else [x]
     made = {}
     for index, name in enumerate(plan.layers):
         cache = spec.caches[index]
-        args = [x, *(inputs[i] for i in layer_inputs(cache))]
-        names = [hidden_name(index), *layer_outputs(cache)]
-        x, *entries = stamp.block(blocks[name, graph.n], f"/layers.{index}", args, names, plan.layer_sources(index))
-        made.update({value.name: value for value in entries})
-    (made["logits"],) = stamp.block(blocks["head", graph.n], "/head", [x], ["logits"], head_sources(plan))
+        args = [*stream, *(inputs[i] for i in layer_inputs(cache))]
+        names = [*hidden_names(index, streams), *layer_outputs(cache)]
+        weights = plan.layer_sources(index)
+        *stream, key, value = stamp.block(blocks[name, graph.n], f"/layers.{index}", args, names, weights)
+        made.update({entry.name: entry for entry in (key, value)})
+    (made["logits"],) = stamp.block(blocks["head", graph.n], "/head", stream[:1], ["logits"], head_sources(plan))
     outputs = []
     for tensor in graph.outputs:
-        value = made[tensor.name]
-        value.shape, value.type = ir.Shape(tensor.shape), ir.TensorType(IR_TYPES[tensor.dtype])
-        outputs.append(value)
+        output = made[tensor.name]
+        output.shape, output.type = ir.Shape(tensor.shape), ir.TensorType(IR_TYPES[tensor.dtype])
+        outputs.append(output)
     body = ir.Graph(
         list(inputs.values()), outputs, nodes=stamp.nodes, initializers=list(stamp.initializers.values()),
         opset_imports={"": OPSET}, name=f"{spec.recipe}_n{graph.n}",
     )  # fmt: skip
-    return ir.Model(body, ir_version=IR_VERSION, producer_name="ringstep")
+    model = ir.Model(body, ir_version=IR_VERSION, producer_name="ringstep")
+    RemoveUnusedNodesPass()(model)  # the last layer's rest goes nowhere
+    return model
 
 
 def graph_file(n: int) -> str:
@@ -181,7 +196,7 @@ def export_graphs(
     files = {}
     blocks = trace_blocks(plan, options, spec)
     for graph in spec.graphs:
-        model = stamp_step(plan, spec, graph, blocks, placed, folder)
+        model = stamp_step(plan, options.streams, spec, graph, blocks, placed, folder)
         path = folder / graph_file(graph.n)
         ir.save(model, path)
         files[graph.n] = path

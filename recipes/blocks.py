@@ -201,20 +201,40 @@ class MLP(nn.Module):
         return self.down_proj(gate * self.up_proj(x))
 
 
+Stream = list[Tensor]
+
+
+def add(stream: Stream, update: Tensor) -> Stream:
+    """Add to the residual stream: [x], or [x, rest] with the rounding error of x carried along (Kahan 1965).
+
+    In fp16 the roundings of two additions a layer are the largest single loss of a step (docs/htp-accuracy.md).
+    """
+    x, *rest = stream
+    if rest:
+        update = update + rest[0]
+        total = x + update
+        return [total, update - (total - x)]
+    return [x + update]
+
+
 class Layer(nn.Module):
-    """The pre-norm layer of Llama, Qwen3 and Spark: x + attn(norm(x)), then x + mlp(norm(x))."""
+    """The pre-norm layer of Llama, Qwen3 and Spark: x + attn(norm(x)), then x + mlp(norm(x)).
+
+    Takes the residual stream (x, or x and rest, see add), cos, sin, mask, past key and value; returns the
+    stream, key and value.
+    """
 
     def __init__(self, hidden: int, eps: float, attn: Attention, mlp: MLP) -> None:
         super().__init__()
         self.input_norm, self.attn = RMSNorm(hidden, eps), attn
         self.post_norm, self.mlp = RMSNorm(hidden, eps), mlp
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out, key, value = self.attn(self.input_norm(x), cos, sin, mask, past_key, past_value)
-        x = x + out
-        return x + self.mlp(self.post_norm(x)), key, value
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        stream, cache = list(inputs[:-5]), inputs[-5:]
+        out, key, value = self.attn(self.input_norm(stream[0]), *cache)
+        stream = add(stream, out)
+        stream = add(stream, self.mlp(self.post_norm(stream[0])))
+        return *stream, key, value
 
 
 class Embed(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from recipes.blocks import MLP, Attention, RMSNorm
+from recipes.blocks import MLP, Attention, RMSNorm, add
 from recipes.config import Fields, rotary
 from recipes.llama import layer_sources
 from recipes.plan import Config, LayerKind, Options, Plan, Source
@@ -20,12 +20,12 @@ class Layer(nn.Module):
         self.input_norm, self.post_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.pre_mlp_norm, self.post_mlp_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        out, key, value = self.attn(self.input_norm(x), cos, sin, mask, past_key, past_value)
-        x = x + self.post_norm(out)
-        return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x))), key, value
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        stream, cache = list(inputs[:-5]), inputs[-5:]
+        out, key, value = self.attn(self.input_norm(stream[0]), *cache)
+        stream = add(stream, self.post_norm(out))
+        stream = add(stream, self.post_mlp_norm(self.mlp(self.pre_mlp_norm(stream[0]))))
+        return *stream, key, value
 
 
 def plan(config: Config) -> Plan:

@@ -51,6 +51,11 @@ class Options:
     layout: dict[str, Layout] = field(default_factory=dict)
     embedding_inside: bool = False
 
+    @property
+    def streams(self) -> int:
+        """Tensors of the residual stream: with accurate activations its rounding error is carried along."""
+        return 2 if self.activations == "accurate" else 1
+
     def layout_of(self, kind: LayerKind) -> Layout:
         """The cache layout of a kind: as asked ("*" stands for every kind), else ring for windows, else append."""
         default: Layout = "append" if kind.window is None else "ring"

@@ -70,7 +70,7 @@ class DecodeStep(nn.Module):
 
     def __init__(self, plan: Plan, options: Options, spec: StepSpec, read: Read) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.streams = spec, options.streams
         with torch.device("meta"):
             self.embed = Embed(plan.vocab, plan.hidden, plan.embedding_scale, options.embedding_inside)
             self.layers = nn.ModuleList(plan.layer(plan.kinds[name], options) for name in plan.layers)
@@ -83,11 +83,12 @@ class DecodeStep(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = self.embed(inputs["input_ids"] if "input_ids" in inputs else inputs["x"])
+        stream = [x, torch.zeros_like(x)][: self.streams]
         outputs: dict[str, Tensor] = {}
         for layer, cache in zip(self.layers, self.spec.caches, strict=True):
-            x, key, value = layer(x, *(inputs[name] for name in layer_inputs(cache)))
+            *stream, key, value = layer(*stream, *(inputs[name] for name in layer_inputs(cache)))
             outputs.update(zip(layer_outputs(cache), (key, value), strict=True))
-        return outputs | {"logits": self.head(x)}
+        return outputs | {"logits": self.head(stream[0])}
 
 
 def head_sources(plan: Plan) -> dict[str, Source]:

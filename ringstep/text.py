@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ringstep.errors import RingstepError
 
 FOLDER = "tokenizer"
+TIMEOUT_SECONDS, MEMORY_BYTES = 20.0, 1 << 30  # for a template, which takes milliseconds and kilobytes
 
 
 class Text:
@@ -56,7 +57,20 @@ class Text:
 
 
 def render(template: str, messages: list[dict[str, str]], extra: dict[str, Any]) -> str:
-    """Render a chat template in a sandbox (it comes with the model and is not trusted). Raises RingstepError."""
+    """Render a chat template, which comes with the model and is not trusted. Raises RingstepError.
+
+    A sandbox keeps it from everything but its messages; a child process from running or growing for ever.
+    """
+    from ringstep import child
+
+    outcome = child.run(
+        "chat_template.jinja", _render, template, messages, extra, timeout_s=TIMEOUT_SECONDS, memory_bytes=MEMORY_BYTES
+    )
+    return str(outcome.value)
+
+
+def _render(template: str, messages: list[dict[str, str]], extra: dict[str, Any]) -> str:
+    """Runs in the child."""
     from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -68,4 +82,5 @@ def render(template: str, messages: list[dict[str, str]], extra: dict[str, Any])
     try:
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True, **extra)
     except Exception as error:
-        raise RingstepError(f"chat_template.jinja: cannot be rendered: {str(error).splitlines()[0]}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RingstepError(f"cannot be rendered: {reason}") from None

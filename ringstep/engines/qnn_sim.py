@@ -103,16 +103,20 @@ class QnnSimEngine:
         folder: Path,
         spec: StepSpec,
         *,
-        chip: str = "sm8750",
+        chip: str | None = None,
         fp16: bool = True,
         timeout_s: float = TIMEOUT_SECONDS,
         memory_bytes: int | None = None,
     ) -> None:
-        """`chip` is what ONNX files are compiled for; contexts carry their own. The rest: see open_graph."""
+        """`chip` is what ONNX files are compiled for, None: the artifact's own; contexts carry theirs.
+
+        The rest: see open_graph.
+        """
         self.folder, self.spec = folder, spec
-        soc_model = find_device(chip).chip.soc_model
+        name = chip or spec.target.get("chip")
+        self.soc_model = find_device(name).chip.soc_model if name else None
         self.open = lambda part: open_graph(
-            folder / part.file, soc_model=soc_model, fp16=fp16, timeout_s=timeout_s, memory_bytes=memory_bytes
+            folder / part.file, soc_model=self.soc_model, fp16=fp16, timeout_s=timeout_s, memory_bytes=memory_bytes
         )
         self.parts: dict[int, list[tuple[PartSpec, QnnGraph]]] = {}
 
@@ -144,6 +148,10 @@ class QnnSimEngine:
         if not chosen:
             raise RingstepError(
                 f"step.json: the graph of n={n} has neither QNN nor ONNX files; export it again"
+            )
+        if "qnn" not in formats and self.soc_model is None:
+            raise RingstepError(
+                f"{self.folder}: ONNX files for no chip, and the simulator needs one; export with --device"
             )
         opened: list[tuple[PartSpec, QnnGraph]] = []
         try:
