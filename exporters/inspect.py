@@ -60,9 +60,8 @@ def io(tensor: Any) -> dict[str, Any]:
 
 def print_description(body: dict[str, Any]) -> None:
     """Print a description as tables."""
-    target = " for " + ", ".join(body["target"].values()) if body["target"] else ""
-    print(f"{body['model']} ({body['recipe']}), {body['dtype']}, {body['activations']} activations, "
-          f"context {body['context']}{target}")  # fmt: skip
+    print(f"{body['model']} ({body['recipe']}), {body['dtype']}, {body['activations']} activations")
+    print(", ".join([f"context {body['context']}", *body["target"].values()]))
     for graph in body["graphs"]:
         rows = [("in" if side == "inputs" else "out", name, "x".join(map(str, t["shape"])), t["dtype"], t["role"])
                 for side in ("inputs", "outputs") for name, t in fold(graph[side])]  # fmt: skip
