@@ -134,9 +134,9 @@ def print_export(body: dict[str, Any]) -> None:
     compiled = [(s["stage"], s["facts"]) for s in body["stages"] if s["stage"].startswith("qnn-")]
     if compiled:
         facts = compiled[0][1]
-        rows = [(name, sum(f["npu_ops"].values()), 0, console.human_bytes(f["binary_bytes"])) for name, f in compiled]
+        ops = [(name, sum(f["npu_ops"].values()), 0, console.human_bytes(f["binary_bytes"])) for name, f in compiled]
         print()
-        console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], rows)
+        console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], ops)
     if body["parity"] is not None:
         print_reports(body["parity"])
 

@@ -299,7 +299,8 @@ class Line:
                         for p in compiled
                     )
                     last, streams = len(self.plan.layers) - 1, self.options.streams
-                    hidden = self.hidden([h for c in cuts for h in hidden_names(c, streams if c < last else 1)], graph.n)
+                    crossing = [h for c in cuts for h in hidden_names(c, streams if c < last else 1)]
+                    hidden = self.hidden(crossing, graph.n)
                 graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
             embedding = None
             if not self.options.embedding_inside:

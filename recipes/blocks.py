@@ -39,6 +39,12 @@ def reciprocal(x: Tensor, accurate: bool) -> Tensor:
     return inverse + inverse * (1.0 - x * inverse) if accurate else inverse
 
 
+def divide(x: Tensor, by: Tensor) -> Tensor:
+    """x / by with one Newton step for HTP's fp16 Div (see reciprocal); rounds once less than x * reciprocal(by)."""
+    quotient = x / by
+    return quotient + (x - quotient * by) / by
+
+
 def sigmoid(x: Tensor, accurate: bool) -> Tensor:
     """Sigmoid; the accurate form avoids HTP's fp16 kernel (46 % off at -8, see docs/htp-accuracy.md)."""
     return reciprocal(1.0 + exp_neg(x), True) if accurate else torch.sigmoid(x)
@@ -46,7 +52,7 @@ def sigmoid(x: Tensor, accurate: bool) -> Tensor:
 
 def silu(x: Tensor, accurate: bool) -> Tensor:
     """x * sigmoid(x)."""
-    return x * reciprocal(1.0 + exp_neg(x), True) if accurate else F.silu(x)
+    return divide(x, 1.0 + exp_neg(x)) if accurate else F.silu(x)
 
 
 def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
@@ -56,7 +62,7 @@ def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
     accurate tanh form is an identity: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
     """
     if form == "sigmoid":
-        return x * reciprocal(1.0 + exp_neg(1.702 * x), True) if accurate else x * torch.sigmoid(1.702 * x)
+        return divide(x, 1.0 + exp_neg(1.702 * x)) if accurate else x * torch.sigmoid(1.702 * x)
     if not accurate:
         return F.gelu(x, approximate="tanh" if form == "tanh" else "none")
     # Beyond 8 the fit turns back and x * x would overflow fp16; there GELU is x or 0 anyway.
@@ -65,7 +71,7 @@ def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
         logit = x * (1.5957691216 + 0.0713548163 * square)
     else:
         logit = x * (1.5983974 + square * (0.0732061 - 0.00069637 * square))
-    return x * reciprocal(1.0 + exp_neg(logit), True)
+    return divide(x, 1.0 + exp_neg(logit))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -76,13 +76,15 @@ class Export:
         graphs = []
         for graph in self.spec.graphs:
             file = graph_file(graph.n)
-            parts = (PartSpec(file, tuple(t.name for t in graph.inputs), tuple(t.name for t in graph.outputs)),)
+            names = tuple(t.name for t in graph.inputs), tuple(t.name for t in graph.outputs)
+            parts: tuple[PartSpec, ...] = (PartSpec(file, *names),)
             if cuts:
                 parts = part_specs(self.spec, graph, cuts, Path(file).stem)
                 write_parts(self.folder / file, parts, self.folder)
             returned = {t.name for t in graph.outputs}
-            names = [name for part in parts for name in part.outputs if name not in returned]
-            hidden = tuple(TensorSpec(name, (graph.n, self.spec.hidden), self.spec.dtype, "hidden") for name in names)
+            shape = (graph.n, self.spec.hidden)
+            passed = [name for part in parts for name in part.outputs if name not in returned]
+            hidden = tuple(TensorSpec(name, shape, self.spec.dtype, "hidden") for name in passed)
             graphs.append(dataclasses.replace(graph, parts={"onnx": parts}, hidden=hidden))
         inside, shape = self.options.embedding_inside, (self.spec.vocab, self.spec.hidden)
         table = None if inside else EmbeddingSpec("embedding.bin", 0, shape, self.spec.dtype)
@@ -101,7 +103,7 @@ def export(model: Path, folder: Path, context: int = 64, chunks: tuple[int, ...]
     return Export(checkpoint, plan, made, spec, folder)
 
 
-def run(*args: str | Path | int) -> int:
+def run(*args: object) -> int:
     """Run the command as the entry point does; returns its exit code."""
     try:
         return console.run(cli, [str(arg) for arg in args])

@@ -266,7 +266,7 @@ def test_tables_fit_80_columns(inside: Path, capsys: pytest.CaptureFixture[str])
     assert run("recipes") == 0
     fits(capsys.readouterr().out, "spark2_5", "gemma3_text")
     assert run("inspect", "spark") == 0
-    fits(capsys.readouterr().out, "graph of 1 token\n", "graph of 4 tokens", "past_key_{0-2,4-6}", "KV bytes")
+    fits(capsys.readouterr().out, "graph of 1 token ", "graph of 4 tokens", "past_key_{0-2,4-6}", "KV bytes")
     assert run("parity", "spark", "--tokens", 18, "--positions") == 0
     fits(capsys.readouterr().out, "parity with recipe", "positions", "caches", "ort: passed (at least 90 dB")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,11 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Export:
     return export(SPARK, tmp_path_factory.mktemp("spark"), chunks=(1, 4))
 
 
+@pytest.fixture(scope="module")
+def accurate(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    return export(SPARK, tmp_path_factory.mktemp("accurate"), activations="accurate")
+
+
 def split(layers: list[int], head: int, cuts: list[int]) -> list[list[int]]:
     """The blocks of each part, the head last."""
     blocks, starts = [*layers, head], [0, *(c + 1 for c in cuts)]
@@ -42,7 +48,7 @@ def test_choose_cuts(layers: list[int], head: int, limit: int) -> None:
     assert [b for part in parts for b in part] == [*layers, head]
     assert all(part and sum(part) <= limit for part in parts)
     # As few parts as there can be: no part takes the first block of the next.
-    assert all(sum(a) + b[0] > limit for a, b in zip(parts, parts[1:], strict=False))
+    assert all(sum(a) + b[0] > limit for a, b in pairwise(parts))
 
 
 def test_a_whole_that_fits_is_not_cut() -> None:
@@ -70,9 +76,23 @@ def test_parts_are_the_whole(spark: Export, cuts: list[int]) -> None:
             fed = [session.step(ids[:12]), *(session.step([i]) for i in ids[12:])]
             answers.append(np.concatenate(fed))
             caches.append([entry for layer in range(8) for entry in session.entries(layer)])
-    np.testing.assert_array_equal(*answers)
+    np.testing.assert_array_equal(answers[0], answers[1])
     for whole, part in zip(*caches, strict=True):
         np.testing.assert_array_equal(whole, part)
+
+
+@pytest.mark.parametrize("cuts", [[2, 5], [3, 7]], ids=str)
+def test_parts_are_the_whole_with_accurate_activations(accurate: Export, cuts: list[int]) -> None:
+    """More than one tensor may pass from layer to layer, but the head takes one."""
+    ids, answers = np.random.default_rng(2).integers(0, 320, 20), []
+    for chosen in (None, cuts):
+        with DecodeSession.open(accurate.save(chosen), threads=1) as session:
+            answers.append(np.concatenate([session.step([i]) for i in ids]))
+    np.testing.assert_array_equal(answers[0], answers[1])
+    parts = StepSpec.load(accurate.folder).graph(1).parts["onnx"]
+    assert all(set(a.outputs) & set(b.inputs) for a, b in pairwise(parts))
+    if cuts[-1] == 7:
+        assert parts[-1].inputs == ("hidden_7",)
 
 
 def test_head_alone(spark: Export) -> None:

@@ -45,7 +45,8 @@ def out(base: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def quick_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proof that takes no time: the line only keeps it."""
-    report = {"summary": {"passed": True, "failures": []}, "positions": [], "caches": [], "answer": None}
+    summary = {"passed": True, "failures": []}
+    report = {"summary": summary, "positions": list[Any](), "caches": list[Any](), "answer": None}
     monkeypatch.setattr(exporters.prove, "prove", lambda *args, **options: [report])
 
 
@@ -60,7 +61,7 @@ def built(out: Path, **options: Any) -> list[str]:
                 ran.append(name)
             return record
 
-    job = {"model": str(SPARK), "format": "onnx", "context": 48, "parity": False} | options
+    job: dict[str, Any] = {"model": str(SPARK), "format": "onnx", "context": 48, "parity": False} | options
     Noted(Job(out=out, **job)).run()
     whole(out)
     return ran
@@ -150,7 +151,7 @@ def test_failed_proof_leaves_with_1_and_again(
         "top5": 0.0, "kl": {"mean": 1.0, "max": 1.0}, "caches_db": None, "threshold_db": 90.0, "passed": False,
         "failures": ["logits 1.0 dB at position 0, below 90 dB"],
     }  # fmt: skip
-    report = {"summary": summary, "positions": [], "caches": [], "answer": None}
+    report = {"summary": summary, "positions": list[Any](), "caches": list[Any](), "answer": None}
     monkeypatch.setattr(exporters.prove, "prove", lambda *args, **options: [report])
     for _ in range(2):
         assert run("export", SPARK, "--format", "onnx", "--context", 48, "--out", out) == 1
@@ -163,14 +164,14 @@ def command(out: Path) -> subprocess.Popen[str]:
     code = "import sys; from exporters.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(out.parent)},
     )  # fmt: skip
 
 
 def wait_for_stage(out: Path, process: subprocess.Popen[str], stage: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        if any(out.glob(f".{stage}.tmp-*")):
+        if (out / f".{stage}.tmp-{process.pid}").exists():
             return
         time.sleep(0.005)
     raise AssertionError(f"{stage} was not seen: {process.communicate(timeout=10)}")

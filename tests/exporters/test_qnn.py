@@ -189,7 +189,7 @@ def test_engine_runs_parts_in_order(tmp_path: Path) -> None:
     parts = (PartSpec("a.onnx", ("x",), ("h",)), PartSpec("b.onnx", ("h", "x"), ("logits",)))
     graphs = (GraphSpec(1, (x,), (logits,), (), {"onnx": parts}), GraphSpec(2, (x,), (logits,)))
     spec = StepSpec("r", "m", 8, 8, 4, "float16", -1000.0, (), (), (), (), graphs)
-    with pytest.raises(RingstepError, match="ONNX files for no chip, .* export with --device"):
+    with pytest.raises(RingstepError, match=r"ONNX files for no chip, .* export with --device"):
         QnnSimEngine(tmp_path, spec).run(1, {}, {})
     assert QnnSimEngine(tmp_path, dataclasses.replace(spec, target={"chip": "sm8650"})).soc_model == 57
     engine = QnnSimEngine(tmp_path, spec, chip="sm8750")

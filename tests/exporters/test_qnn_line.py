@@ -24,7 +24,13 @@ PART_BYTES = 400_000
 
 
 def export(out: Path, **options: Any) -> Manifest:
-    job = {"format": "qnn", "device": "galaxy-s25", "context": 64, "chunk": 8, "parity": False} | options
+    job: dict[str, Any] = {
+        "format": "qnn",
+        "device": "galaxy-s25",
+        "context": 64,
+        "chunk": 8,
+        "parity": False,
+    } | options
     return Line(Job(model=str(SPARK), out=out, **job)).run()
 
 
@@ -103,9 +109,7 @@ def test_split_step_is_the_whole(
     assert decibels(golden["logits"][:16], simulate(out, ids[:16], n=8)).min() >= 35
 
 
-def test_native_activations_are_no_better(
-    simulated: np.ndarray, golden: dict[str, np.ndarray], tmp_path: Path
-) -> None:
+def test_native_activations_are_no_better(simulated: np.ndarray, golden: dict[str, np.ndarray], tmp_path: Path) -> None:
     export(tmp_path / "native", activations="native", chunk=1)
     have = simulate(tmp_path / "native", golden["input_ids"][:TOKENS].astype(int))
     native, accurate = (decibels(golden["logits"][:TOKENS], logits) for logits in (have, simulated))

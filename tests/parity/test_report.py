@@ -55,9 +55,7 @@ class TableEngine:
 def session(row: Row = count_up, chunks: tuple[int, ...] = (1, 4), **changes: Any) -> DecodeSession:
     rotary, masks = (RotarySpec("r", (0.5,)),), (MaskSpec("full", "append", CONTEXT - 1, None),)
     caches = (CacheSpec(0, "append", CONTEXT - 1, 1, 2, "float32", "r", "full"),)
-    graphs = tuple(
-        GraphSpec(n, *io_tensors(n, VOCAB, 4, "float32", rotary, masks, caches, True)) for n in chunks
-    )
+    graphs = tuple(GraphSpec(n, *io_tensors(n, VOCAB, 4, "float32", rotary, masks, caches, True)) for n in chunks)
     fields = {"dtype": "float32", "activations": "native"} | changes
     spec = StepSpec(
         recipe="t", model="t", vocab=VOCAB, hidden=4, context=CONTEXT, mask_value=-1e4, eos=(EOS,), rotary=rotary,
@@ -123,9 +121,7 @@ def test_teacher_forced_finds_one_wrong_position() -> None:
     assert report.failures[1:] == ["another first token at position 2"]
     assert teacher_forced(session(wrong), truth([1, 5, 2])).failures == []
     # Gated lower, the wrong token still fails.
-    assert teacher_forced(session(wrong), truth([8]), threshold=-50.0).failures == [
-        "another first token at position 0"
-    ]
+    assert teacher_forced(session(wrong), truth([8]), threshold=-50.0).failures == ["another first token at position 0"]
 
 
 def test_failures() -> None:
