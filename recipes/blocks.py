@@ -65,8 +65,9 @@ def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
         return divide(x, 1.0 + exp_neg(1.702 * x)) if accurate else x * torch.sigmoid(1.702 * x)
     if not accurate:
         return F.gelu(x, approximate="tanh" if form == "tanh" else "none")
-    # Beyond 8 the fit turns back and x * x would overflow fp16; there GELU is x or 0 anyway.
-    square = torch.clamp(x * x, max=64.0)
+    # Beyond 8 the fit turns back and the square would overflow fp16; there GELU is x or 0 anyway.
+    bounded = torch.clamp(x, -8.0, 8.0)
+    square = bounded * bounded
     if form == "tanh":
         logit = x * (1.5957691216 + 0.0713548163 * square)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from export_runs import SPARK, run
 
+import exporters.line
 import exporters.prove
 import exporters.weights
 from exporters.line import Job, Line
@@ -26,6 +28,14 @@ from ringstep.manifest import Manifest, open_folder
 
 STAGES = ["tokenizer", "weights", "onnx", "contract"]
 QNN_STAGES = ["tokenizer", "weights", "onnx", "qnn-decode", "contract"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def same_sources() -> Iterator[None]:
+    """Sources as they were when the first test began: an edit meanwhile would redo stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporters.line, "source_hash", functools.cache(exporters.line.source_hash))
+        yield
 
 
 @pytest.fixture(scope="module")
