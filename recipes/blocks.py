@@ -112,6 +112,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         self.layout, self.accurate = layout, options.activations == "accurate"
+        # On phones one Softmax over concatenated keys was as fast as any form; a CPU, where float32 graphs run,
+        # is spared a copy of every cache.
+        self.concat_scores = options.dtype == "float32"
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
@@ -125,70 +128,79 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        n, group = x.shape[0], self.heads // self.kv_heads
-        q = self.by_head(self.q_proj(x), self.heads, self.q_norm)
-        k = self.by_head(self.k_proj(x), self.kv_heads, self.k_norm)
+        n = x.shape[0]
+        q = rotate(self.by_head(self.q_proj(x), self.heads, self.q_norm), cos, sin) * self.scale
+        k = rotate(self.by_head(self.k_proj(x), self.kv_heads, self.k_norm), cos, sin)
         v = self.by_head(self.v_proj(x), self.kv_heads, None)
-        q = rotate(q, cos, sin) * self.scale
-        k = rotate(k, cos, sin)
-        q = q.reshape(1, self.kv_heads, group * n, self.head_dim)
-        k = k.reshape(1, self.kv_heads, n, self.head_dim)
-        v = v.reshape(1, self.kv_heads, n, self.head_dim)
+        q, k, v = self.by_group(q), self.by_group(k), self.by_group(v)
         if self.layout == "join":
-            out = self.join(q, k, v, mask, past_key, past_value, n)
+            out = self.join(q, k, v, mask, past_key, past_value)
+        elif self.concat_scores and self.layout != "roll":
+            scores = torch.cat([self.scores(q, past_key, n), self.scores(q, k, n)], dim=-1)
+            old, new = torch.split(self.softmax(scores + mask), [past_key.shape[2], n], dim=-1)
+            out = self.weigh(old, past_value, n) + self.weigh(new, v, n)
         else:
             keys, values = torch.cat([past_key, k], dim=2), torch.cat([past_value, v], dim=2)
-            out = self.weigh(self.scores(q, keys, mask, n), values)
+            out = self.weigh(self.softmax(self.scores(q, keys, n) + mask), values, n)
             if self.layout == "roll":
                 k, v = keys[:, :, n:], values[:, :, n:]
-        out = out.reshape(self.heads, n, self.head_dim)
         if self.g_proj is not None:
             gates = self.g_proj(x)
             gates = silu(gates, self.accurate) if self.gate == "silu" else sigmoid(gates, self.accurate)
-            out = out * gates.transpose(0, 1).reshape(self.heads, n, 1)
-        return self.o_proj(out.transpose(0, 1).reshape(n, self.heads * self.head_dim)), k, v
+            out = out * self.by_group(gates.transpose(0, 1).reshape(self.heads, n, 1))
+        if n > 1:
+            out = out.reshape(self.heads, n, self.head_dim).transpose(0, 1)
+        return self.o_proj(out.reshape(n, self.heads * self.head_dim)), k, v
 
     def by_head(self, x: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
-        """[n, heads * head_dim] to [heads, n, head_dim]."""
+        """[n, heads * head_dim] to [heads, n, head_dim]; one token goes to [1, kv_heads, group, head_dim] at once."""
         n = x.shape[0]
         if norm is not None:
             # HTP's RMSNormalization returns garbage at rank 3 when the third dim from the end exceeds 8.
             x = norm(x.reshape(n * heads, self.head_dim))
+        if n == 1:
+            return x.reshape(1, self.kv_heads, heads // self.kv_heads, self.head_dim)
         return x.reshape(n, heads, self.head_dim).transpose(0, 1)
 
-    def scores(self, q: Tensor, keys: Tensor, mask: Tensor, n: int) -> Tensor:
-        """Masked scores [kv_heads, group, n, keys] of q [1, kv_heads, group * n, head_dim]."""
-        scores = q @ keys.transpose(2, 3)
-        return scores.reshape(self.kv_heads, self.heads // self.kv_heads, n, -1) + mask
+    def by_group(self, x: Tensor) -> Tensor:
+        """[heads, n, d] to [1, kv_heads, group * n, d], the order in which a kv head's queries are stacked."""
+        return x if x.dim() == 4 else x.reshape(1, self.kv_heads, -1, x.shape[-1])
 
-    def weigh(self, scores: Tensor, values: Tensor) -> Tensor:
-        """Softmax of scores [kv_heads, group, n, keys] times values: [1, kv_heads, group * n, head_dim].
+    def scores(self, q: Tensor, keys: Tensor, n: int) -> Tensor:
+        """Scores of q [1, kv_heads, group * n, head_dim], to which mask [1, 1, n, keys] can be added.
 
-        HTP's fp16 Softmax loses 8 to 12 dB against max, exp, sum and a multiplication (docs/htp-accuracy.md).
+        [kv_heads, group, n, keys], or [1, kv_heads, group, keys] for one token.
         """
-        if self.accurate:
-            weights = self.exp(scores - scores.amax(-1, keepdim=True))
-            weights = weights * reciprocal(weights.sum(-1, keepdim=True), True)
-        else:
-            weights = torch.softmax(scores, dim=-1)
-        return weights.reshape(1, self.kv_heads, scores.shape[1] * scores.shape[2], -1) @ values
+        scores = q @ keys.transpose(2, 3)
+        return scores if n == 1 else scores.reshape(self.kv_heads, self.heads // self.kv_heads, n, -1)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Softmax over keys. HTP's fp16 kernel loses 12 dB against this accurate form (docs/htp-accuracy.md)."""
+        if not self.accurate:
+            return torch.softmax(scores, dim=-1)
+        weights = self.exp(scores - scores.amax(-1, keepdim=True))
+        return weights * reciprocal(weights.sum(-1, keepdim=True), True)
+
+    def weigh(self, weights: Tensor, values: Tensor, n: int) -> Tensor:
+        """Weights, in the shape of scores, times values: [1, kv_heads, group * n, head_dim]."""
+        if n > 1:
+            weights = weights.reshape(1, self.kv_heads, self.heads // self.kv_heads * n, -1)
+        return weights @ values
 
     def exp(self, x: Tensor) -> Tensor:
         """exp of scores minus their maximum; masked ones reach far below what HTP's Exp can take."""
         return torch.exp(torch.clamp(x, min=EXP_LOW) if self.accurate else x)
 
-    def join(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor, n: int
-    ) -> Tensor:
+    def join(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor) -> Tensor:
         """Score-space join: past and new scores share one max and one sum, and no key is concatenated."""
+        n = mask.shape[2]
         old_mask, new_mask = torch.split(mask, [past_key.shape[2], n], dim=-1)
-        old, new = self.scores(q, past_key, old_mask, n), self.scores(q, k, new_mask, n)
+        old, new = self.scores(q, past_key, n) + old_mask, self.scores(q, k, n) + new_mask
         top = torch.maximum(old.amax(-1, keepdim=True), new.amax(-1, keepdim=True))
         old, new = self.exp(old - top), self.exp(new - top)
         # Normalised before the values: the sum of many values would overflow fp16.
         inverse = reciprocal(old.sum(-1, keepdim=True) + new.sum(-1, keepdim=True), self.accurate)
-        rows = (1, self.kv_heads, q.shape[2], -1)
-        return (old * inverse).reshape(rows) @ past_value + (new * inverse).reshape(rows) @ v
+        return self.weigh(old * inverse, past_value, n) + self.weigh(new * inverse, v, n)
 
 
 class MLP(nn.Module):

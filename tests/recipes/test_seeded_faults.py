@@ -96,7 +96,8 @@ def swapped_kv_heads(patch: Patch) -> None:
 
     def by_head(self: Attention, x: torch.Tensor, heads: int, norm: Any) -> torch.Tensor:
         found = right(self, x, heads, norm)
-        return found.flip(0) if heads == self.kv_heads else found
+        # One token's heads lie in [1, kv_heads, group, head_dim], a chunk's in [heads, n, head_dim].
+        return found.flip(1 if found.dim() == 4 else 0) if heads == self.kv_heads else found
 
     patch.setattr(Attention, "by_head", by_head)
 
