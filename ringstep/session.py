@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringstep.contract import CacheSpec, GraphSpec, StepSpec
+from ringstep.contract import CacheKind, CacheSpec, GraphSpec, StepSpec
 from ringstep.engines.base import Engine
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.slots import held_positions, visible, writes
@@ -28,10 +28,10 @@ class DecodeSession:
             raise RingstepError("the graph takes embeddings: a table [vocab, hidden] is needed")
         self.spec, self.engine, self.table = spec, engine, table
         self.position = 0
+        # Caches alike lie in one array, so that a step writes them with one copy; `caches` holds views of each.
+        self.stacks = {alike: np.zeros((len(own), *alike.shape[1:]), alike.dtype) for alike, own in group(spec).items()}
         self.caches: dict[tuple[int, str], np.ndarray] = {
-            (cache.layer, what): np.zeros(tensor_shape(cache, what), cache.dtype)
-            for cache in spec.caches
-            for what in ("key", "value")
+            key: self.stacks[alike][i : i + 1] for alike, own in group(spec).items() for i, key in enumerate(own)
         }
         self.buffers = {graph.n: Buffers(spec, graph) for graph in spec.graphs}
         # A padded chunk would shift a rolled window too far.
@@ -99,7 +99,8 @@ class DecodeSession:
         """Undo the calls since `position`, given the windows of that time."""
         if self.position == position:
             return
-        self.caches.update(kept)
+        for key, array in kept.items():
+            self.caches[key][...] = array
         for cache in self.spec.caches:
             if cache.kind == "append":
                 keys, values = self.caches[cache.layer, "key"], self.caches[cache.layer, "value"]
@@ -125,33 +126,36 @@ class DecodeSession:
         buffers.fill(self.position, ids, self.table)
         for name, cache, what in buffers.past:
             buffers.inputs[name] = self.caches[cache.layer, what]
-        for array in buffers.outputs.values():
-            array.flat[0] = np.nan  # an engine that writes nothing is caught by the check below
+        logits = buffers.outputs["logits"]
+        # An engine that leaves an output unwritten is caught by the check below.
+        logits.flat[0] = np.nan
+        for new in buffers.stacks.values():
+            new[:, 0, 0, 0] = np.nan
         self.engine.run(n, buffers.inputs, buffers.outputs)
-        for name, array in buffers.outputs.items():
-            part = array[:count] if name == "logits" else array
-            if not np.isfinite(part).all():
-                raise RingstepError(
-                    f"step: output {name} of the graph n={n} at position {self.position} is not finite (overflow in "
-                    f"{spec.dtype}, or an output the engine never wrote); the caches were left as they were"
-                )
-        for name, cache, what in buffers.fresh:
-            self.write(cache, what, name, buffers, count)
+        if not all(np.isfinite(array).all() for array in (logits[:count], *buffers.stacks.values())):
+            finite = lambda name, array: np.isfinite(array[:count] if name == "logits" else array).all()
+            name = next(name for name, array in buffers.outputs.items() if not finite(name, array))
+            raise RingstepError(
+                f"step: output {name} of the graph n={n} at position {self.position} is not finite (overflow in "
+                f"{spec.dtype}, or an output the engine never wrote); the caches were left as they were"
+            )
+        for alike in self.stacks:
+            self.write(alike, buffers, count)
         self.position += count
-        return buffers.outputs["logits"][:count].astype(np.float32)
+        return logits[:count].astype(np.float32)
 
-    def write(self, cache: CacheSpec, what: str, name: str, buffers: Buffers, count: int) -> None:
-        """Store a step's new entries; a rolled cache trades places with the output that replaces it."""
-        new, old = buffers.outputs[name], self.caches[cache.layer, what]
-        if cache.kind == "roll":
-            self.caches[cache.layer, what], buffers.outputs[name] = new, old
+    def write(self, alike: Alike, buffers: Buffers, count: int) -> None:
+        """Store a step's new entries; rolled caches trade places with the outputs that replace them."""
+        old, new = self.stacks[alike], buffers.stacks[alike]
+        if alike.kind == "roll":
+            self.stacks[alike], buffers.stacks[alike] = new, old
+            for key, name in buffers.names[alike]:
+                self.caches[key], buffers.outputs[name] = buffers.outputs[name], self.caches[key]
             return
-        axis = 3 if what == "key" and cache.key_layout == "transposed" else 2
-        for source, slot, length in writes(cache.kind, cache.length, self.position, count):
-            if axis == 2:
-                old[:, :, slot : slot + length] = new[:, :, source : source + length]
-            else:
-                old[:, :, :, slot : slot + length] = new[:, :, :, source : source + length]
+        if alike.transposed:
+            old, new = old.swapaxes(2, 3), new.swapaxes(2, 3)
+        for source, slot, length in writes(alike.kind, old.shape[2], self.position, count):
+            old[:, :, slot : slot + length] = new[:, :, source : source + length]
 
     def entries(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What a layer's cache holds now: positions [m] in order, keys and values float32 [kv_heads, m, head_dim]."""
@@ -187,10 +191,17 @@ class Buffers:
         self.spec, self.graph = spec, graph
         caches = {cache.layer: cache for cache in spec.caches}
         self.inputs = {t.name: np.zeros(t.shape, t.dtype) for t in graph.inputs if t.layer is None}
-        self.outputs = {t.name: np.zeros(t.shape, t.dtype) for t in graph.outputs}
+        self.outputs = {t.name: np.zeros(t.shape, t.dtype) for t in graph.outputs if t.layer is None}
         what = lambda role: role.split("_")[0]
+        by_cache = {(t.layer, what(t.role)): t for t in graph.outputs if t.layer is not None}
+        self.stacks: dict[Alike, np.ndarray] = {}
+        self.names: dict[Alike, list[tuple[tuple[int, str], str]]] = {}
+        for alike, own in group(spec).items():
+            stack = np.zeros((len(own), *by_cache[own[0]].shape[1:]), alike.dtype)
+            self.stacks[alike] = stack
+            self.names[alike] = [(key, by_cache[key].name) for key in own]
+            self.outputs |= {name: stack[i : i + 1] for i, (_, name) in enumerate(self.names[alike])}
         self.past = [(t.name, caches[t.layer], what(t.role)) for t in graph.inputs if t.layer is not None]
-        self.fresh = [(t.name, caches[t.layer], what(t.role)) for t in graph.outputs if t.layer is not None]
         self.by_role = {(t.role, t.of): t.name for t in graph.inputs if t.layer is None}
 
     def fill(self, position: int, ids: np.ndarray, table: np.ndarray | None) -> None:
@@ -214,6 +225,26 @@ class Buffers:
             held = held_positions(mask.kind, mask.length, position)
             seen = visible(held, position, n, mask.window)
             self.inputs[self.by_role["mask", mask.name]][0, 0] = np.where(seen, 0.0, self.spec.mask_value)
+
+
+class Alike(NamedTuple):
+    """What cache tensors have in common that a step writes together."""
+
+    kind: CacheKind
+    shape: tuple[int, ...]
+    dtype: str
+    transposed: bool
+
+
+def group(spec: StepSpec) -> dict[Alike, list[tuple[int, str]]]:
+    """The cache tensors (layer, "key" or "value") that are alike."""
+    groups: dict[Alike, list[tuple[int, str]]] = {}
+    for cache in spec.caches:
+        for what in ("key", "value"):
+            transposed = what == "key" and cache.key_layout == "transposed"
+            alike = Alike(cache.kind, tensor_shape(cache, what), cache.dtype, transposed)
+            groups.setdefault(alike, []).append((cache.layer, what))
+    return groups
 
 
 def tensor_shape(cache: CacheSpec, what: str) -> tuple[int, ...]:
