@@ -86,10 +86,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention over a cache, the query grouped by reshaping so that keys are never repeated.
 
-        x ─ q_proj ─ [heads, n, d] ─ (norm) ─ rotary ─ [1, kv, group * n, d] ─┐
-        x ─ k_proj ─ [kv, n, d] ─ (norm) ─ rotary ─ concat(past_key) ───── MatMul + mask ─ Softmax ─┐
-        x ─ v_proj ─ [kv, n, d] ─────────────────── concat(past_value) ─────────────────────────── MatMul
-        x ─ g_proj ─ sigmoid or silu, one scalar a head ──────────────────────────────────────────── Mul ─ o_proj
+        x ─ q_proj ─ [heads, n, d] ─ (norm) ┬ rotary ─ [1, kv, group * n, d] ─┐
+        x ─ k_proj ─ [kv, n, d] ─ (norm) ───┘          concat(past_key) ─── MatMul + mask ─ Softmax ─┐
+        x ─ v_proj ─ [kv, n, d] ────────────────────── concat(past_value) ──────────────────────── MatMul
+        x ─ g_proj ─ sigmoid or silu, one scalar a head ────────────────────────────────────────────── Mul ─ o_proj
 
     Returns (out [n, hidden], key, value): the new entries [1, kv_heads, n, head_dim], or under `roll` the
     shifted window [1, kv_heads, length, head_dim].
@@ -129,10 +129,13 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         n = x.shape[0]
-        q = rotate(self.by_head(self.q_proj(x), self.heads, self.q_norm), cos, sin) * self.scale
-        k = rotate(self.by_head(self.k_proj(x), self.kv_heads, self.k_norm), cos, sin)
+        q = self.by_head(self.q_proj(x), self.heads, self.q_norm)
+        k = self.by_head(self.k_proj(x), self.kv_heads, self.k_norm)
         v = self.by_head(self.v_proj(x), self.kv_heads, None)
-        q, k, v = self.by_group(q), self.by_group(k), self.by_group(v)
+        # Rotated together: six operations fewer a layer.
+        axis = 2 if n == 1 else 0
+        q, k = torch.split(rotate(torch.cat([q, k], axis), cos, sin), [q.shape[axis], k.shape[axis]], axis)
+        q, k, v = self.by_group(q) * self.scale, self.by_group(k), self.by_group(v)
         if self.layout == "join":
             out = self.join(q, k, v, mask, past_key, past_value)
         elif self.concat_scores and self.layout != "roll":
