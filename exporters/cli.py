@@ -190,7 +190,11 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
     manifest = Manifest.load(artifact)
-    checkpoint = open_checkpoint(model or manifest.model)
+    try:
+        checkpoint = open_checkpoint(model or manifest.model)
+    except RingstepError as error:
+        hint = "" if model else f"; {artifact} was made from it: say where it is now with --model"
+        raise RingstepError(f"{error}{hint}") from None
     if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
         raise RingstepError(
             f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
