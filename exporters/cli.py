@@ -158,12 +158,13 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
         if answer:
             print(f"prompt      {answer['prompt']}")
             print(f"original    {answer['reference_text']}")
-            print(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}"
-                  f"{', simulated' if s['simulated'] else ''}, activations {s['activations']}]")  # fmt: skip
-        ties = f"; {s['ambiguous']} near ties" if s["ambiguous"] else ""
-        ties += "; simulated" if s["simulated"] else ""
+            print(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
+        notes = [f"at least {s['threshold_db']:.0f} dB everywhere"]
+        notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
+        notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
+        notes += ["simulated"] * s["simulated"]
         verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(s["failures"])
-        print(f"{s['engine']}: {verdict} (at least {s['threshold_db']:.0f} dB everywhere{ties})")
+        print(f"{s['engine']}: {verdict} ({', '.join(notes)})")
 
 
 @cli.command()
