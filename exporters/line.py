@@ -20,7 +20,7 @@ from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import DTYPE_BYTES, DType, EmbeddingSpec, PartSpec, StepSpec
 from ringstep.devices import Device, find_device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, library_versions, open_folder, run_stage, source_hash
+from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage, source_hash
 
 if TYPE_CHECKING:
     from recipes.plan import Options, Plan
@@ -159,8 +159,8 @@ class Line:
             proof = manifest.stages.get("parity")
             if self.job.parity:
                 self.stage_parity(done)
-            elif proof and proof.inputs != flat(done):
-                del manifest.stages["parity"]  # it is about an earlier export
+            elif proof and (proof.inputs != flat(done) or not intact(manifest, proof)):
+                del manifest.stages["parity"]  # it is about an earlier export, or not what was written
                 (self.job.out / "parity.json").unlink(missing_ok=True)
             manifest.save()
             return manifest
