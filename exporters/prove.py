@@ -93,9 +93,8 @@ def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
     try:
         text = (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
         ids = Text(folder).encode(text)
-        ids = (ids * (count // len(ids) + 1))[:count]
-        if max(ids) < spec.vocab:
-            return ids
+        if ids and max(ids) < spec.vocab:
+            return (ids * (count // len(ids) + 1))[:count]
     except RingstepError:
         pass
     return [int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count)]
@@ -144,7 +143,7 @@ def chat_ids(folder: Path, spec: StepSpec, prompt: str | None) -> list[int] | No
     except RingstepError:
         return None
     ids = text.chat(prompt)
-    return ids if text.template and len(ids) < spec.context and max(ids) < spec.vocab else None
+    return ids if text.template and 0 < len(ids) < spec.context and max(ids) < spec.vocab else None
 
 
 def plain(report: Report, folder: Path, prompt: str | None) -> dict[str, Any]:
