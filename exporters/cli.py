@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
         if layout not in LAYOUTS:
             raise click.BadParameter(f"{layout!r} is none of auto, {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}")
     return pairs
+
+
+def parse_finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A number that can be compared: with nan every comparison would pass."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 @cli.command()
@@ -129,7 +137,7 @@ def print_export(body: dict[str, Any]) -> None:
          console.human_bytes(s["bytes"]))
         for s in body["stages"]
     ]  # fmt: skip
-    print(body["folder"])
+    console.line(body["folder"])
     console.table("", ["stage", "time", "peak memory", "written"], rows)
     compiled = [(s["stage"], s["facts"]) for s in body["stages"] if s["stage"].startswith("qnn-")]
     if compiled:
@@ -156,15 +164,15 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         s, answer = report["summary"], report["answer"]
         if answer:
-            print(f"prompt      {answer['prompt']}")
-            print(f"original    {answer['reference_text']}")
-            print(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
+            console.line(f"prompt      {answer['prompt']}")
+            console.line(f"original    {answer['reference_text']}")
+            console.line(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
         notes = [f"at least {s['threshold_db']:.0f} dB everywhere"]
         notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
         notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
         notes += ["simulated"] * s["simulated"]
         verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(s["failures"])
-        print(f"{s['engine']}: {verdict} ({', '.join(notes)})")
+        console.line(f"{s['engine']}: {verdict} ({', '.join(notes)})")
 
 
 @cli.command()
@@ -173,7 +181,7 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
 @click.option("--model", help="The original, when it is no longer where the export found it.")
 @click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
 @click.option("--prompt", help="Let the engine answer this and compare the answers.")
-@click.option("--min-db", type=float, help="Fail below this logits SNR. Default: by precision.")
+@click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
 @as_json
 @common

@@ -55,13 +55,14 @@ def describe(artifact: Path) -> dict[str, Any]:
 
 def io(tensor: Any) -> dict[str, Any]:
     """One input or output as plain values."""
-    return {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "role": tensor.role}
+    return {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "role": tensor.role,
+            "layer": tensor.layer}  # fmt: skip
 
 
 def print_description(body: dict[str, Any]) -> None:
     """Print a description as tables."""
-    print(f"{body['model']} ({body['recipe']}), {body['dtype']}, {body['activations']} activations")
-    print(", ".join([f"context {body['context']}", *body["target"].values()]))
+    console.line(f"{body['model']} ({body['recipe']}), {body['dtype']}, {body['activations']} activations")
+    console.line(", ".join([f"context {body['context']}", *body["target"].values()]))
     for graph in body["graphs"]:
         rows = [("in" if side == "inputs" else "out", name, "x".join(map(str, t["shape"])), t["dtype"], t["role"])
                 for side in ("inputs", "outputs") for name, t in fold(graph[side])]  # fmt: skip
@@ -71,7 +72,7 @@ def print_description(body: dict[str, Any]) -> None:
              console.human_bytes(c["bytes"])) for c in body["caches"]]  # fmt: skip
     console.table("caches", ["layers", "kind", "length", "window", "kv heads", "head_dim", "size"], caches)
     sizes = [(k["context"], console.human_bytes(k["hybrid"]), console.human_bytes(k["flat"]),
-             f"{k['flat'] / k['hybrid']:.2f}x") for k in body["kv_bytes"]]  # fmt: skip
+             f"{k['flat'] / k['hybrid']:.2f}x" if k["hybrid"] else "") for k in body["kv_bytes"]]  # fmt: skip
     console.table("KV bytes by context", ["context", "as exported", "every layer full", "saved"], sizes)
     console.table("files", ["file", "size"], [(f, console.human_bytes(b)) for f, b in body["files"].items()])
 
@@ -86,8 +87,7 @@ def fold(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     for group in groups.values():
         name = group[0]["name"]
         if len(group) > 1:
-            layers = ranges([int(t["name"].rsplit("_", 1)[1]) for t in group])
-            name = f"{name.rsplit('_', 1)[0]}_{{{layers}}}"
+            name = f"{name.rsplit('_', 1)[0]}_{{{ranges([t['layer'] for t in group])}}}"
         rows.append((name, group[0]))
     return rows
 

@@ -20,7 +20,7 @@ from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import DTYPE_BYTES, DType, EmbeddingSpec, PartSpec, StepSpec
 from ringstep.devices import Device, find_device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, library_versions, open_folder, run_stage, source_hash
+from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage, source_hash
 
 if TYPE_CHECKING:
     from recipes.plan import Options, Plan
@@ -159,8 +159,8 @@ class Line:
             proof = manifest.stages.get("parity")
             if self.job.parity:
                 self.stage_parity(done)
-            elif proof and proof.inputs != flat(done):
-                del manifest.stages["parity"]  # it is about an earlier export
+            elif proof and (proof.inputs != self.proved(done) or not intact(manifest, proof)):
+                del manifest.stages["parity"]  # it is about an earlier export, or not what was written
                 (self.job.out / "parity.json").unlink(missing_ok=True)
             manifest.save()
             return manifest
@@ -341,6 +341,10 @@ class Line:
                     self.manifest.path(path).unlink(missing_ok=True)
         self.manifest.save()
 
+    def proved(self, done: dict[str, dict[str, str]]) -> dict[str, str]:
+        """What a proof is about: every file, and the checkpoint whose config the reference reads."""
+        return flat(done) | {"checkpoint": self.manifest.checkpoint["sha256"]}
+
     def stage_parity(self, done: dict[str, dict[str, str]]) -> StageRecord:
         """parity.json: the proof, on ONNX Runtime over a text and, for QNN, on the simulator over an answer."""
 
@@ -352,7 +356,7 @@ class Line:
             (folder / "parity.json").write_text(json.dumps(reports, indent=1) + "\n")
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
-        return self.stage("parity", flat(done), {"prompt": self.job.prompt}, versions(
+        return self.stage("parity", self.proved(done), {"prompt": self.job.prompt}, versions(
             "ringstep/parity", "ringstep/session.py", "ringstep/engines", "exporters/prove.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
 

@@ -43,40 +43,50 @@ class RecipeReference:
 
     source = "recipe, eager torch, float32"
 
-    def __init__(self, checkpoint: Checkpoint, context: int) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         from exporters.weights import read
         from recipes import plan_for
         from recipes.plan import Options
-        from recipes.step import DecodeStep, step_spec
+        from recipes.step import DecodeStep
+
+        self.plan = plan_for(checkpoint.config)
+        # Append everywhere keeps every entry for the comparison.
+        self.options = Options(layout={"*": "append"}, embedding_inside=True)
+        self.step = DecodeStep(self.plan, self.options, self.spec(1), lambda source: read(checkpoint, source))
+
+    def spec(self, context: int) -> StepSpec:
+        """The contract for a text of `context` tokens: caches no longer than it needs."""
+        from recipes.step import step_spec
+
+        return step_spec(self.plan, self.options, model="reference", context=context, chunks=(1,), eos=())
+
+    def session(self, context: int) -> DecodeSession:
+        """A session for a text of `context` tokens."""
         from ringstep.engines.torch_eager import TorchEngine
 
-        plan = plan_for(checkpoint.config)
-        # Append everywhere keeps every entry for the comparison.
-        options = Options(layout=dict.fromkeys(plan.kinds, "append"), embedding_inside=True)
-        spec = step_spec(plan, options, model="reference", context=context, chunks=(1,), eos=())
-        step = DecodeStep(plan, options, spec, lambda source: read(checkpoint, source))
-        self.session = DecodeSession(spec, TorchEngine(step))
+        self.step.spec = self.spec(context)
+        return DecodeSession(self.step.spec, TorchEngine(self.step))
 
     def truth(self, ids: Sequence[int]) -> Truth:
-        self.session.reset()
-        logits = self.session.step(list(ids))
-        caches = [self.session.entries(layer) for layer in range(len(self.session.spec.caches))]
+        session = self.session(len(ids) + 1)
+        logits = session.step(list(ids))
+        caches = [session.entries(layer) for layer in range(len(session.spec.caches))]
         return Truth(self.source, list(ids), logits, caches)
 
     def answer(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Truth:
-        have, _ = generate(self.session, prompt, limit, eos)
+        have, _ = generate(self.session(len(prompt) + limit), prompt, limit, eos)
         ids = [*prompt, *have]
         return dataclasses.replace(self.truth(ids[:-1]), ids=ids)
 
 
-def open_reference(checkpoint: Checkpoint, context: int) -> Reference:
+def open_reference(checkpoint: Checkpoint) -> Reference:
     """transformers where it knows the architecture, else the recipe itself."""
     from ringstep.parity.reference import TransformersReference, has_reference
 
     with console.progress("loading the original in float32"):
         if has_reference(checkpoint):
             return TransformersReference(checkpoint)
-        return RecipeReference(checkpoint, context)
+        return RecipeReference(checkpoint)
 
 
 def proof_tokens(spec: StepSpec, engine: str) -> int:
@@ -93,9 +103,8 @@ def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
     try:
         text = (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
         ids = Text(folder).encode(text)
-        ids = (ids * (count // len(ids) + 1))[:count]
-        if max(ids) < spec.vocab:
-            return ids
+        if ids and max(ids) < spec.vocab:
+            return (ids * (count // len(ids) + 1))[:count]
     except RingstepError:
         pass
     return [int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count)]
@@ -116,7 +125,7 @@ def prove(
     prompt needs a tokenizer with a chat template, without which the text is taken.
     """
     spec = StepSpec.load(folder)
-    reference = open_reference(checkpoint, spec.context)
+    reference = open_reference(checkpoint)
     reports = []
     for engine, prompt in engines.items():
         with DecodeSession.open(folder, engine) as session:
@@ -144,7 +153,7 @@ def chat_ids(folder: Path, spec: StepSpec, prompt: str | None) -> list[int] | No
     except RingstepError:
         return None
     ids = text.chat(prompt)
-    return ids if text.template and len(ids) < spec.context and max(ids) < spec.vocab else None
+    return ids if text.template and 0 < len(ids) < spec.context and max(ids) < spec.vocab else None
 
 
 def plain(report: Report, folder: Path, prompt: str | None) -> dict[str, Any]:

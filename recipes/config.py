@@ -34,6 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False, None),
 }
 MAX_LAYERS = 4096  # far beyond any model, and little enough to list
+MAX_HEAD_DIM = 1 << 16  # the same; the frequencies are computed before any weight's shape is compared
 # Fields that name, train or serve a model but leave its arithmetic alone.
 HARMLESS = {
     "_name_or_path", "_sliding_window_pattern", "architectures", "attention_dropout", "auto_map", "bos_token_id",
@@ -204,6 +205,8 @@ def rotary(
     share = number("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
     if share != 1 and not partial:
         raise RingstepError(f"{where}.partial_rotary_factor: {share}; recipe {fields.recipe} rotates whole heads")
+    if head_dim > MAX_HEAD_DIM:
+        raise RingstepError(f"config.json: head_dim: {head_dim}; at most {MAX_HEAD_DIM} is supported")
     dims = int(head_dim * share)
     if dims % 2 or not 2 <= dims <= head_dim:
         raise RingstepError(f"{where}.partial_rotary_factor: rotates {dims} of {head_dim} dims; needs an even part")
@@ -211,17 +214,22 @@ def rotary(
     import numpy as np
 
     exponents = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
-    freqs = (np.float32(1.0) / np.power(np.float32(base), exponents, dtype=np.float32)).astype(np.float32)
+    with np.errstate(all="ignore"):  # refused below
+        freqs = (np.float32(1.0) / np.power(np.float32(base), exponents, dtype=np.float32)).astype(np.float32)
     if kind == "linear":
-        freqs = (freqs / np.float32(number("factor"))).astype(np.float32)
+        with np.errstate(all="ignore"):
+            freqs = (freqs / np.float32(number("factor"))).astype(np.float32)
     elif kind == "llama3":
         factor, low, high = number("factor"), number("low_freq_factor"), number("high_freq_factor")
         original = number("original_max_position_embeddings")
         if low >= high:
             raise RingstepError(f"{where}: low_freq_factor must be below high_freq_factor")
-        wavelength = 2 * math.pi / freqs.astype(np.float64)
-        smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-        freqs = ((1 - smooth) * freqs / factor + smooth * freqs).astype(np.float32)
+        with np.errstate(all="ignore"):
+            wavelength = 2 * math.pi / freqs.astype(np.float64)
+            smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+            freqs = ((1 - smooth) * freqs / factor + smooth * freqs).astype(np.float32)
+    if not np.isfinite(freqs).all():
+        raise RingstepError(f"{where}: rope_theta {base} and its scaling give frequencies that are not finite")
     return RotarySpec(name, tuple(float(f) for f in freqs), 1.0, base, kind)
 
 

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import read_text
 from ringstep.hashing import sha256_file
-from ringstep.tensor_file import StoredTensor, read_json, read_plain, read_small, safetensors_header
+from ringstep.tensor_file import StoredTensor, read_json, read_plain, safetensors_header
 
 ALIAS = "smollm2-135m"
 ALIAS_LABEL = "SmolLM2-135M-Instruct"
@@ -135,7 +136,10 @@ class Checkpoint:
             return {}
         files = {"tokenizer.json": raw}
         if template := self._chat_template():
-            files["chat_template.jinja"] = template.encode("utf-8")
+            try:
+                files["chat_template.jinja"] = template.encode("utf-8")
+            except UnicodeEncodeError:  # JSON may hold half a surrogate pair
+                raise RingstepError(f"{self.path}: the chat template is no text; fetch it again") from None
         generation = {
             "eos_ids": self.eos_ids(),
             "bos_token": self._token_text("bos"),
@@ -179,10 +183,7 @@ class Checkpoint:
         if self.metadata:
             found = self.metadata.get("tokenizer.chat_template")
         elif (file := self.path / "chat_template.jinja").is_file():
-            try:
-                return read_small(file).decode("utf-8")
-            except UnicodeDecodeError:
-                raise RingstepError(f"{file} is not UTF-8 text; fetch it again") from None
+            return read_text(file)
         elif (file := self.path / "chat_template.json").is_file():
             found = read_json(file).get("chat_template")
         else:

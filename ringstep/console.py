@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 FAILURE = 2
-_OWN_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_OWN_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG,
+              errno.EMFILE, errno.ENFILE, errno.EIO, errno.ELOOP)  # fmt: skip
 _NUMBER = re.compile(r"[-+]?[\d.,]+( [\w%/]+){0,3}|-?")  # with a unit, or nothing
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
@@ -114,6 +115,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         grid.add_row(*(Text(cell) for cell in row))
     width = min(80, shutil.get_terminal_size().columns)
     Console(file=sys.stdout, width=width, highlight=False).print(grid)
+
+
+def line(text: str) -> None:
+    """Print one line on stdout; control characters, which a model's name or answer may hold, become spaces."""
+    print(_one_line(text))
 
 
 def print_json(value: object) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast
 
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import ordinary_size
 
 FORMAT = "ringstep.step"
 VERSION = 1
@@ -173,7 +174,7 @@ class StepSpec:
         """
         path = path / "step.json" if path.is_dir() else path
         try:
-            if path.stat().st_size > MAX_JSON_BYTES:
+            if ordinary_size(path) > MAX_JSON_BYTES:
                 raise RingstepError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, not a step.json")
             body = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -315,7 +316,7 @@ def _validate(spec: StepSpec) -> None:
     _require(len({g.n for g in spec.graphs}) == len(spec.graphs), "graphs: two with one n")
     if spec.embedding:
         check_relative(spec.embedding.file, "embedding.file")
-        _require(spec.embedding.offset >= 0, "embedding.offset: negative")
+        _require(0 <= spec.embedding.offset < 1 << 60, "embedding.offset: not a place in a file")
         _require(spec.embedding.shape == (spec.vocab, spec.hidden), "embedding.shape: not [vocab, hidden]")
     for graph in spec.graphs:
         _validate_graph(spec, graph)

@@ -17,6 +17,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size
 from ringstep.tensor_file import StoredTensor, read_bytes, read_plain
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -80,6 +81,7 @@ def read_gguf_header(file: Path) -> GgufFile:
     Raises RingstepError naming the file, and the tensor or key, for anything damaged or unsupported.
     """
     try:
+        ordinary_size(file)
         with open(file, "rb") as handle:
             if handle.read(4) != b"GGUF":
                 raise RingstepError(f"{file} is not a GGUF file (it does not start with GGUF)")

@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size
 from ringstep.hashing import sha256_file
 
 FORMAT = "ringstep-manifest"
@@ -97,6 +98,7 @@ class Manifest:
         folder = Path(folder)
         path = folder / FILE
         try:
+            ordinary_size(path)
             data = json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite)
         except FileNotFoundError:
             raise RingstepError(f"{folder} has no {FILE}: not a ringstep artifact") from None
@@ -211,7 +213,7 @@ def run_stage(
         raise ValueError(f"stage name {name!r}")
     key = _key(name, inputs, options, versions)
     earlier = manifest.stages.get(name)
-    if earlier and earlier.key == key and _intact(manifest, earlier):
+    if earlier and earlier.key == key and intact(manifest, earlier):
         return dataclasses.replace(earlier, skipped=True)
     folder = manifest.folder
     free = shutil.disk_usage(folder).free
@@ -285,7 +287,8 @@ def _key(name: str, inputs: dict[str, str], options: dict[str, Any], versions: d
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _intact(manifest: Manifest, record: StageRecord) -> bool:
+def intact(manifest: Manifest, record: StageRecord) -> bool:
+    """Whether the outputs of a stage are still what it wrote."""
     for name, output in record.outputs.items():
         path = manifest.path(name)
         try:
@@ -483,6 +486,8 @@ def _check_keys(entry: Any, kinds: dict[str, Any], where: str) -> None:
     for key, kind in kinds.items():
         if not isinstance(entry[key], kind) or isinstance(entry[key], bool):
             raise RingstepError(f"{where}: {key} has the wrong type")
+        if isinstance(entry[key], int) and not 0 <= entry[key] < 1 << 63:
+            raise RingstepError(f"{where}: {key} is no size")
     for key in ("checkpoint", "inputs", "versions"):
         if not all(isinstance(text, str) for text in entry.get(key, {}).values()):
             raise RingstepError(f"{where}: {key} must hold strings")

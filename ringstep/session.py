@@ -27,7 +27,7 @@ class DecodeSession:
         if spec.embedding is not None and (table is None or table.shape != spec.embedding.shape):
             raise RingstepError("the graph takes embeddings: a table [vocab, hidden] is needed")
         self.spec, self.engine, self.table = spec, engine, table
-        self.position = 0
+        self.position, self.closed = 0, False
         # Caches alike lie in one array, so that a step writes them with one copy; `caches` holds views of each.
         self.stacks = {alike: np.zeros((len(own), *alike.shape[1:]), alike.dtype) for alike, own in group(spec).items()}
         self.caches: dict[tuple[int, str], np.ndarray] = {
@@ -66,7 +66,9 @@ class DecodeSession:
             ids = np.asarray(token_ids)
         except ValueError:  # lists of different lengths
             ids = np.empty(0)
-        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        if self.closed:
+            raise RingstepError("step: the session is closed")
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":  # numpy counts time spans as integers
             raise RingstepError("step: token_ids must be a non-empty list of whole numbers")
         if ids.min() < 0 or ids.max() >= self.spec.vocab:
             raise RingstepError(f"step: a token id lies outside 0..{self.spec.vocab - 1}")
@@ -174,7 +176,8 @@ class DecodeSession:
             array.fill(0)
 
     def close(self) -> None:
-        """Free the engine."""
+        """Free the engine; a step after this is refused."""
+        self.closed = True
         self.engine.close()
 
     def __enter__(self) -> DecodeSession:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size, read_small
 
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library's own limit
-JSON_LIMIT = 64_000_000  # bytes; an index of 100 000 tensors is about 10 MB
 SAFETENSORS_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
@@ -71,17 +70,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_small(path), str(path))
 
 
-def read_small(path: Path) -> bytes:
-    """Read a file that should be small (configuration, tokenizer); RingstepError above 64 MB."""
-    try:
-        size = path.stat().st_size
-        if size > JSON_LIMIT:
-            raise RingstepError(f"{path} is {size} bytes, far more than it can need; is it the right file?")
-        return path.read_bytes()
-    except OSError as error:
-        raise RingstepError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
 def read_bytes(file: Path, offset: int, count: int) -> np.ndarray:
     """Read `count` bytes at `offset` into a fresh uint8 array; RingstepError when the file is shorter."""
     try:
@@ -111,7 +99,7 @@ def safetensors_header(file: Path) -> dict[str, StoredTensor]:
     """
     damaged = "the file is damaged or incomplete, fetch it again"
     try:
-        size = os.path.getsize(file)
+        size = ordinary_size(file)
         with open(file, "rb") as handle:
             prefix = handle.read(8)
             length = int.from_bytes(prefix, "little")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ringstep.errors import RingstepError
+from ringstep.files import read_text
 
 FOLDER = "tokenizer"
 TIMEOUT_SECONDS, MEMORY_BYTES = 20.0, 1 << 30  # for a template, which takes milliseconds and kilobytes
@@ -23,37 +26,49 @@ class Text:
         path = folder / FOLDER / "tokenizer.json"
         if not path.is_file():
             raise RingstepError(f"{path}: no such file; this artifact has no tokenizer, so give token ids instead")
-        try:
+        with refusing(f"{path}: no readable tokenizer"):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise RingstepError(f"{path}: no readable tokenizer: {str(error).splitlines()[0]}") from None
         template = folder / FOLDER / "chat_template.jinja"
         self.generation = folder / FOLDER / "generation.json"
-        self.template = template.read_text(encoding="utf-8") if template.is_file() else None
+        self.template = read_text(template) if template.is_file() else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens as the tokenizer adds them."""
-        return list(self.tokenizer.encode(text).ids)
+        with refusing("tokenizer.json cannot encode this text"):
+            return list(self.tokenizer.encode(text).ids)
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        with refusing("tokenizer.json cannot decode its ids"):
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def chat(self, prompt: str) -> list[int]:
         """Token ids of a user's message through the chat template, ready for the answer; plain text without one."""
         if self.template is None:
             return self.encode(prompt)
         rendered = render(self.template, [{"role": "user", "content": prompt}], self.specials())
-        return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
+        with refusing("tokenizer.json cannot encode the chat template's text"):
+            return list(self.tokenizer.encode(rendered, add_special_tokens=False).ids)
 
     def specials(self) -> dict[str, str]:
         """bos_token and eos_token for the template, from tokenizer/generation.json; empty where unknown."""
         try:
-            fields = json.loads(self.generation.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            fields = json.loads(read_text(self.generation))
+        except (RingstepError, ValueError, RecursionError):
             fields = {}
         fields = fields if isinstance(fields, dict) else {}
         return {name: str(fields.get(name) or "") for name in ("bos_token", "eos_token")}
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn what a tokenizer raises into a RingstepError; Rust's panics are not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise RingstepError(f"{what}: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
 
 
 def render(template: str, messages: list[dict[str, str]], extra: dict[str, Any]) -> str:

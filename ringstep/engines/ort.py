@@ -31,7 +31,9 @@ class OrtPart:
         have = {i.name for i in self.session.get_inputs()}
         if have != set(spec.inputs):
             raise RingstepError(f"{path}: inputs differ from step.json: {sorted(have ^ set(spec.inputs))[0]}")
-        self.spec, self.binding = spec, self.session.io_binding()
+        if lacking := sorted(set(spec.outputs) - {o.name for o in self.session.get_outputs()}):
+            raise RingstepError(f"{path}: has no output {lacking[0]}, which step.json names; export again")
+        self.path, self.spec, self.binding = path, spec, self.session.io_binding()
         self.bound: dict[str, np.ndarray] = {}
 
     def run(self, pool: dict[str, np.ndarray]) -> None:
@@ -40,7 +42,11 @@ class OrtPart:
             for name in names:
                 if self.bound.get(name) is not pool[name]:
                     self.rebind(bind, name, pool[name])
-        self.session.run_with_iobinding(self.binding)
+        try:
+            self.session.run_with_iobinding(self.binding)
+        except Exception as error:
+            reason = str(error).splitlines()[0][:300]
+            raise RingstepError(f"{self.path}: ONNX Runtime cannot run it: {reason}") from None
 
     def rebind(self, bind: Callable[..., Any], name: str, array: np.ndarray) -> None:
         """Bind an array's memory; the reference kept here keeps that memory alive."""

@@ -33,13 +33,18 @@ class TransformersReference:
         transformers.logging.set_verbosity_error()
         self.source = f"transformers {version('transformers')}, float32, eager"
         kind = checkpoint.config["model_type"]
-        fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "architectures")}
-        config = transformers.AutoConfig.for_model(kind, **fields)
-        with warnings.catch_warnings(), no_init_weights():
-            warnings.simplefilter("ignore")
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", dtype=torch.float32
-            )
+        unused = ("model_type", "architectures", "dtype", "torch_dtype")
+        fields = {key: value for key, value in checkpoint.config.items() if key not in unused}
+        try:
+            config = transformers.AutoConfig.for_model(kind, **fields)
+            with warnings.catch_warnings(), no_init_weights():
+                warnings.simplefilter("ignore")
+                self.model: Any = transformers.AutoModelForCausalLM.from_config(
+                    config, attn_implementation="eager", dtype=torch.float32
+                )
+        except Exception as error:  # fields that change nothing here may still be of a type it refuses
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RingstepError(f"{checkpoint.path}: transformers refuses its config.json: {reason}") from None
         have = set(checkpoint.names())
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         tied = {name for name in parameters if name not in have}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -128,6 +129,9 @@ BAD_USES: dict[str, tuple[list[Any], list[str]]] = {
                            ["other: not the checkpoint of this artifact", "give --model"]),
     "tokens beyond": (["parity", "spark", "--tokens", CONTEXT + 1], [f"--tokens {CONTEXT + 1}: must lie in 1..32"]),
     "tokens 0": (["parity", "spark", "--tokens", 0], ["--tokens", "x>=1"]),
+    "threshold nan": (["parity", "spark", "--min-db", "nan"], ["--min-db", "nan is not a finite number"]),
+    "threshold inf": (["parity", "spark", "--min-db", "-inf"], ["--min-db", "-inf is not a finite number"]),
+    "no text": (["generate", "spoken", "--raw", "--prompt", "\udcff"], ["cannot encode this text"]),
     "tokens and prompt": (["parity", "spark", "--tokens", 5, "--prompt", "w5"], ["a proof takes one of them"]),
     "unknown engine": (["parity", "spark", "--engine", "qnnsim"], ["did you mean qnn-sim?"]),
     "no chip": (["generate", "spoken", "--engine", "qnn-sim", "--prompt", "w5"],
@@ -171,6 +175,52 @@ def test_damaged_graph(inside: Path, capsys: pytest.CaptureFixture[str]) -> None
         one_line(capsys, code, "decode.onnx: ONNX Runtime refuses it")
     finally:
         graph.write_bytes(kept)
+
+
+def test_inspect_guesses_nothing_from_names(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = inside / "spoken/step.json"
+    kept = step.read_text()
+    step.write_text(kept.replace('"past_key_', '"keys-of-').replace('"model": "', '"model": "\\u001b[31m'))
+    try:
+        assert run("inspect", "spoken") == 0
+        out = capsys.readouterr().out
+        assert "keys-of-0_{0-1}" in out and "\x1b" not in out
+    finally:
+        step.write_text(kept)
+
+
+def test_an_endless_name_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = run("export", SPARK, "--format", "onnx", "--out", tmp_path / ("a" * 300))
+    one_line(capsys, code, "File name too long")
+
+
+def test_a_tokenizer_that_says_nothing_is_proven_on_random_ids(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "llama", tmp_path / "m")
+    file = tmp_path / "m/tokenizer.json"
+    cut = {"max_length": 0, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"truncation": cut}))
+    assert run("export", tmp_path / "m", "--format", "onnx", "--context", 8, "--out", tmp_path / "o", "-q") == 0
+
+
+def test_a_config_that_only_transformers_refuses(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["export", tmp_path / "m", "--format", "onnx", "--context", 8, "-q", "--out"]
+    shutil.copytree(made / "llama", tmp_path / "m")
+    (tmp_path / "m/config.json").write_text(json.dumps(LLAMA | {"dtype": "nonsense", "torch_dtype": {"a": 1}}))
+    assert run(*args, tmp_path / "one") == 0
+    (tmp_path / "m/config.json").write_text(json.dumps(LLAMA | {"pad_token_id": "x"}))
+    capsys.readouterr()
+    one_line(capsys, run(*args, tmp_path / "two"), "transformers refuses its config.json")
+
+
+def test_a_changed_proof_is_not_shown(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["export", made / "llama", "--format", "onnx", "--context", 8, "--out", tmp_path / "o", "-q"]
+    assert run(*args) == 0
+    (tmp_path / "o/parity.json").write_text("[3]")
+    capsys.readouterr()
+    assert run(*args, "--no-parity") == 0
+    assert "parity" not in capsys.readouterr().out and not (tmp_path / "o/parity.json").exists()
 
 
 def parsed(capsys: pytest.CaptureFixture[str], *args: Any, code: int = 0) -> Any:

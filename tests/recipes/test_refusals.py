@@ -90,6 +90,7 @@ EVERYWHERE: list[tuple[str, Any]] = [
     ("rms_norm_eps", LONG),
     ("rope_parameters", ["default"]),
 ]
+HUGE = 1 << 33  # refused before anything of that size is made
 WHOLE = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 NOT_WHOLE = ("64", 64.0, 0, -4, True, [64], {"a": 1}, LONG, float("nan"))
 OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -101,6 +102,13 @@ def test_everywhere(model_type: str) -> None:
     table += [(name, missing) for name in WHOLE for missing in (DROP, None)]
     for name, value in table:
         assert f"config.json: {name}" in refused(model_type, {name: value}), (name, value)
+    assert "config.json: head_dim: " in refused(model_type, {"head_dim": HUGE})
+
+
+@pytest.mark.filterwarnings("error")
+def test_frequencies_that_are_not_finite() -> None:
+    for changes in ({"rope_theta": 1e-320}, {"rope_scaling": {"rope_type": "linear", "factor": 1e-40}}):
+        assert "frequencies that are not finite" in refused("llama", changes)
 
 
 @pytest.mark.parametrize("model_type", BASES)

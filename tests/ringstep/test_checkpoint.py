@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from ringstep import checkpoint, hashing
 from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.errors import RingstepError
+from ringstep.files import read_text
 from ringstep.hashing import sha256_file
 
 SPARK = Path(__file__).parents[1] / "data" / "spark2_5_tiny"
@@ -173,6 +174,22 @@ def test_bad_config(tmp_path: Path, content: bytes, word: str) -> None:
     where = folder(tmp_path / "m", {"a": random(2)})
     (where / "config.json").write_bytes(content)
     refused(where, "config.json", word)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "m.gguf", "chat_template.jinja"])
+@pytest.mark.parametrize("device", [None, "/dev/zero"])
+def test_a_pipe_or_device_is_not_read(tmp_path: Path, name: str, device: str | None) -> None:
+    file = tmp_path / "m" / name
+    file.parent.mkdir()
+    os.symlink(device, file) if device else os.mkfifo(file)
+    with pytest.raises(RingstepError, match="is not an ordinary file"):
+        if name == "chat_template.jinja":
+            read_text(file)
+        elif name == "m.gguf":
+            open_checkpoint(str(file))
+        else:
+            (file.parent / "config.json").write_text("{}")
+            open_checkpoint(str(file.parent))
 
 
 def test_huge_config(tmp_path: Path) -> None:
@@ -715,6 +732,14 @@ def test_folder_tokenizer(tmp_path: Path) -> None:
 
 def gguf_tokenizer(opened: Checkpoint) -> Tokenizer:
     return Tokenizer.from_str(opened.tokenizer_files()["tokenizer.json"].decode())
+
+
+def test_a_template_that_is_no_text(tmp_path: Path) -> None:
+    where = folder(tmp_path / "m", {"a": random(2)})
+    (where / "tokenizer.json").write_text('{"a": 1}')
+    (where / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
+    with pytest.raises(RingstepError, match="the chat template is no text"):
+        open_checkpoint(str(where)).tokenizer_files()
 
 
 def test_gguf_tokenizer(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,6 +140,34 @@ def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(RingstepError, match=r"tokenizer\.json: no readable tokenizer") as caught:
         Text(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+UNREADABLE = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}  # a panic in Rust
+MUTE = {
+    "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 5, "direction": "Right"},  # another
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "absent"},
+}
+
+
+@pytest.mark.parametrize("changes", [UNREADABLE, *({name: value} for name, value in MUTE.items())])
+def test_a_tokenizer_that_panics_or_raises_is_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    model = {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}
+    body = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(body | changes))
+    with pytest.raises(RingstepError, match=r"tokenizer\.json") as caught:
+        Text(tmp_path).encode("b b b b")
+    assert "\n" not in str(caught.value)
+
+
+def test_half_a_surrogate_pair_and_a_template_that_is_no_text(smollm2: Text, tmp_path: Path) -> None:
+    with pytest.raises(RingstepError, match="cannot encode this text"):
+        smollm2.encode("\udcff")
+    (tmp_path / "tokenizer").mkdir()
+    smollm2.tokenizer.save(str(tmp_path / "tokenizer/tokenizer.json"))
+    (tmp_path / "tokenizer/chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(RingstepError, match=r"chat_template\.jinja is not UTF-8 text"):
+        Text(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"bos_token": null}'])
