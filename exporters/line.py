@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
 DEFAULT_CONTEXT = 1024
+# What turns a checkpoint's files into tensors and texts.
+READERS = tuple(f"ringstep/{name}.py" for name in (
+    "checkpoint", "files", "tensor_file", "gguf_file", "gguf_names", "gguf_tokenizer"))  # fmt: skip
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
 DEFAULT_PART_BYTES = 1 << 30
 PROMPT = "What is the capital of France?"
@@ -196,8 +199,7 @@ class Line:
             for name, content in found.items():
                 (folder / "tokenizer" / name).write_bytes(content)
 
-        return self.stage("tokenizer", self.tokenizer_inputs(), {}, versions("ringstep/checkpoint.py",
-                          "ringstep/gguf_tokenizer.py"), build)  # fmt: skip
+        return self.stage("tokenizer", self.tokenizer_inputs(), {}, versions(*READERS), build)  # fmt: skip
 
     def tokenizer_inputs(self) -> dict[str, str]:
         """sha256 of the files the tokenizer comes from."""
@@ -222,7 +224,7 @@ class Line:
 
         return self.stage(
             "weights", {"checkpoint": self.manifest.checkpoint["sha256"]}, {"dtype": self.dtype},
-            versions("recipes", "exporters/weights.py", "ringstep/checkpoint.py"), build, self.weight_bytes(),
+            versions("recipes", "exporters/weights.py", *READERS), build, self.weight_bytes(),
         )  # fmt: skip
 
     def weight_bytes(self) -> int:
@@ -298,7 +300,7 @@ class Line:
 
         def build(folder: Path) -> None:
             from exporters.cut import part_specs
-            from exporters.onnx import graph_file, hidden_names
+            from exporters.onnx import graph_file
 
             graphs = []
             for graph in self.spec.graphs:
@@ -314,8 +316,7 @@ class Line:
                         dataclasses.replace(p, file=f"qnn/{Path(p.file).stem.replace('.', '_')}_ctx.onnx")
                         for p in compiled
                     )
-                    last, streams = len(self.plan.layers) - 1, self.options.streams
-                    crossing = [h for c in cuts for h in hidden_names(c, streams if c < last else 1)]
+                    crossing = [name for p in compiled for name in p.outputs if name not in names[1]]
                     hidden = self.hidden(crossing, graph.n)
                 graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
             embedding = None
@@ -362,7 +363,7 @@ class Line:
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
         return self.stage("parity", self.proved(done), {"prompt": self.job.prompt}, versions(
-            "ringstep/parity", "ringstep/session.py", "ringstep/engines", "exporters/prove.py",
+            "ringstep/parity", "ringstep/session.py", "ringstep/slots.py", "ringstep/engines", "exporters/prove.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
 
 

@@ -69,6 +69,11 @@ class Stamp:
         """A graph input or output of the contract."""
         return ir.Value(name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(IR_TYPES[tensor.dtype]))
 
+    def initialize(self, name: str, tensor: ir.ExternalTensor | ir.TensorProtocol) -> None:
+        """Add an initializer."""
+        shape, kind = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+        self.initializers[name] = ir.Value(name=name, shape=shape, type=kind, const_value=tensor)
+
     def weight(self, source: Source) -> ir.Value:
         """The initializer of a parameter, as a reference into the weight files."""
         name = key(source)
@@ -79,9 +84,7 @@ class Stamp:
                 where.file, where.offset, int(nbytes), self.dtype, name=name, shape=ir.Shape(where.shape),
                 base_dir=self.folder,
             )  # fmt: skip
-            self.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape(where.shape), type=ir.TensorType(self.dtype), const_value=tensor
-            )
+            self.initialize(name, tensor)
         return self.initializers[name]
 
     def constant(self, node: ir.Node) -> ir.Value:
@@ -97,18 +100,12 @@ class Stamp:
             array = array.astype(self.dtype.numpy())
         name = f"const.{array.dtype}." + "x".join(str(v) for v in array.reshape(-1)) + (".0d" if not array.ndim else "")
         if name not in self.initializers:
-            tensor = ir.tensor(array, name=name)
-            self.initializers[name] = ir.Value(
-                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
+            self.initialize(name, ir.tensor(array, name=name))
         return self.initializers[name]
 
     def zeros(self, shape: tuple[int, ...]) -> ir.Value:
         """An initializer of zeros."""
-        tensor = ir.tensor(np.zeros(shape, self.dtype.numpy()), name="zeros")
-        self.initializers["zeros"] = ir.Value(
-            name="zeros", shape=ir.Shape(shape), type=ir.TensorType(self.dtype), const_value=tensor
-        )
+        self.initialize("zeros", ir.tensor(np.zeros(shape, self.dtype.numpy()), name="zeros"))
         return self.initializers["zeros"]
 
     def block(
@@ -160,7 +157,7 @@ def stamp_step(
     x = inputs["input_ids"] if "input_ids" in inputs else inputs["x"]
     if ("embed", graph.n) in blocks:
         (x,) = stamp.block(blocks["embed", graph.n], "/embed", [x], ["embedded"], {"weight": plan.embedding})
-    stream = [x, stamp.zeros((graph.n, plan.hidden))][:streams] if streams > 1 else [x]
+    stream = [x, stamp.zeros((graph.n, plan.hidden))] if streams > 1 else [x]
     made = {}
     for index, name in enumerate(plan.layers):
         cache = spec.caches[index]

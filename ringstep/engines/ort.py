@@ -23,7 +23,6 @@ class OrtPart:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
-        # Threads that spin between operators cost the other processes of a small machine more than they gain.
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:

@@ -136,17 +136,22 @@ def compare_cache(session: DecodeSession, layer: int, want: CacheEntries) -> Cac
     )
 
 
-def teacher_forced(session: DecodeSession, truth: Truth, threshold: float | None = None, tick: Any = None) -> Report:
-    """Feed the reference's text and compare every position's logits, then every cache entry."""
+def feed(session: DecodeSession, ids: Sequence[int], tick: Any = None) -> np.ndarray:
+    """Feed a text from position 0 on, a chunk at a time so that progress shows; returns logits [tokens, vocab]."""
     session.reset()
-    report = start_report(session, truth.source, threshold)
     largest = max(graph.n for graph in session.spec.graphs)
     logits = []
-    for at in range(0, len(truth.ids), largest):
-        logits.append(session.step(truth.ids[at : at + largest]))
+    for at in range(0, len(ids), largest):
+        logits.append(session.step(ids[at : at + largest]))
         if tick:
             tick(len(logits[-1]))
-    compare(report, session, truth, np.concatenate(logits))
+    return np.concatenate(logits)
+
+
+def teacher_forced(session: DecodeSession, truth: Truth, threshold: float | None = None, tick: Any = None) -> Report:
+    """Feed the reference's text and compare every position's logits, then every cache entry."""
+    report = start_report(session, truth.source, threshold)
+    compare(report, session, truth, feed(session, truth.ids, tick))
     return report
 
 
@@ -157,14 +162,7 @@ def stream(
 
     The prompt is fed chunk by chunk; ends at an eos, after `limit` ids, or with the context.
     """
-    session.reset()
-    largest = max(graph.n for graph in session.spec.graphs)
-    fed = []
-    for at in range(0, len(prompt), largest):
-        fed.append(session.step(prompt[at : at + largest]))
-        if tick:
-            tick(len(fed[-1]))
-    logits = np.concatenate(fed)
+    logits = feed(session, prompt, tick)
     for count in range(1, limit + 1):
         token = int(logits[-1].argmax())
         yield token, logits
