@@ -1,0 +1,220 @@
+"""Helpers that every pass uses: walk all graphs, read constants, make, replace and remove nodes.
+
+Values that an If or Loop body reads from the graph around it are the same ir.Value objects, so what replaces a value
+reaches every use, at any depth.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+NAMES, ROOT = "ringstep.names", "ringstep.root"
+SMALL = 1 << 20  # elements; larger constants are weights, which passes do not read
+
+
+def every_graph(model: ir.Model) -> Iterator[ir.Graph]:
+    """The main graph, then every subgraph at any depth."""
+    yield model.graph
+    yield from model.graph.subgraphs()
+
+
+def every_node(model: ir.Model) -> Iterator[ir.Node]:
+    """Every node at any depth, in order; nodes may be added and removed meanwhile."""
+    yield from list(model.graph.all_nodes())
+
+
+def opset(model: ir.Model) -> int:
+    """The version of the default operator domain."""
+    return model.graph.opset_imports.get("", 1)
+
+
+def tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The constant behind a value: an initializer's that no caller can override, or a Constant node's."""
+    if value is None:
+        return None
+    if value.is_initializer():
+        return None if value.is_graph_input() else value.const_value
+    node = value.producer()
+    if node is None or node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+        return None
+    return ir.convenience.get_const_tensor(value)
+
+
+def array(value: ir.Value | None, limit: int = SMALL) -> np.ndarray | None:
+    """The constant behind a value as an array; None if it is no constant or has more than `limit` elements."""
+    found = tensor(value)
+    if found is None or found.size > limit or found.dtype == ir.DataType.STRING:
+        return None
+    result: np.ndarray = found.numpy()
+    return result
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """The constant behind a value if it is a single number."""
+    found = array(value, 1)
+    return None if found is None or found.size != 1 else float(found.reshape(-1)[0])
+
+
+def dims(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The static shape of a value, None if any of it is unknown."""
+    if value is None or value.shape is None or not value.shape.is_static():
+        return None
+    return tuple(int(dim) for dim in value.shape)  # type: ignore[arg-type]
+
+
+def constant(near: ir.Node | ir.Graph, name: str, values: np.ndarray) -> ir.Value:
+    """Add an initializer to the graph that holds `near`; its name is made unique."""
+    graph = near if isinstance(near, ir.Graph) else _graph(near)
+    data = ir.tensor(np.ascontiguousarray(values).reshape(values.shape))
+    unique = unique_name(graph, name)
+    value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(data.dtype), const_value=data)
+    data.name = unique
+    graph.register_initializer(value)
+    return value
+
+
+def insert(
+    before: ir.Node,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    name: str,
+    like: ir.Value | None = None,
+    dtype: ir.DataType | None = None,
+    shape: Sequence[Any] | ir.Shape | None = None,
+    domain: str = "",
+) -> ir.Value:
+    """Add a node of one output before another one; type and shape are those of `like` unless given."""
+    graph = _graph(before)
+    node = ir.node(op, list(inputs), attributes or {}, domain=domain, name=unique_name(graph, name))
+    output = node.outputs[0]
+    output.name = unique_name(graph, f"{name}_output")
+    kind = dtype or (like.dtype if like is not None else None)
+    output.type = ir.TensorType(kind) if kind is not None else None
+    known = shape if shape is not None else like.shape if like is not None else None
+    output.shape = ir.Shape(known) if known is not None else None
+    graph.insert_before(before, node)
+    return output
+
+
+def replace(old: ir.Value, new: ir.Value) -> None:
+    """Put `new` wherever `old` was read or returned; a graph output keeps its name."""
+    if old is new:
+        return
+    if not old.is_graph_output():
+        old.replace_all_uses_with(new)
+        return
+    node, other = old.producer(), new.producer()
+    assert node is not None, f"{old.name} is an input"
+    if new.is_graph_output() or other is None or other.graph is not node.graph:
+        # Two outputs may not be one value, and an output may not be an input.
+        new = insert(node, "Identity", [new], name=f"{node.name or node.op_type}/copy", like=old)
+    name = old.name
+    if new.type is None:
+        new.type = old.type
+    if new.shape is None:
+        new.shape = old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    old.name = unique_name(_graph(node), f"{name}_replaced")
+    new.name = name
+
+
+def remove(node: ir.Node) -> None:
+    """Take out a node whose outputs nothing uses."""
+    _graph(node).remove(node, safe=True)
+
+
+def users(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value, each once."""
+    return list(dict.fromkeys(use.node for use in value.uses()))
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """The one node that reads a value which is no graph output."""
+    found = users(value)
+    return found[0] if len(found) == 1 and not value.is_graph_output() else None
+
+
+def made_by(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    """The node that makes a value if it is one of these operators of the default domain."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type in ops and node.domain in ("", "ai.onnx") else None
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """An attribute's plain value."""
+    found = node.attributes.get(name)
+    return default if found is None or found.is_ref() else found.value
+
+
+def unique_name(graph: ir.Graph, wanted: str) -> str:
+    """A name that no value and no node has, in any graph of the model."""
+    root = _root(graph)
+    names: set[str] | None = root.meta.get(NAMES)
+    if names is None:
+        owners = (root, *root.subgraphs())
+        names = {v.name for graph in owners for v in (*graph.inputs, *graph.initializers.values()) if v.name}
+        for node in root.all_nodes():
+            names.update(value.name for value in node.outputs if value.name)
+            if node.name:
+                names.add(node.name)
+        root.meta[NAMES] = names
+    name = wanted
+    for count in itertools.count(1):
+        if name not in names:
+            break
+        name = f"{wanted}_{count}"
+    names.add(name)
+    return name
+
+
+def _graph(node: ir.Node) -> ir.Graph:
+    assert isinstance(node.graph, ir.Graph), f"{node.name} is in no graph"
+    return node.graph
+
+
+def _root(graph: ir.Graph) -> ir.Graph:
+    root: ir.Graph = graph.meta.get(ROOT, graph)
+    return root
+
+
+def adopt(model: ir.Model) -> None:
+    """Tell every subgraph which model it belongs to: names are unique over all of them."""
+    for graph in every_graph(model):
+        graph.meta[ROOT] = model.graph
+
+
+def infer_types(model: ir.Model) -> None:
+    """Fill in dtypes and shapes that are not known yet, by onnx's own inference; what it cannot infer stays open."""
+    adopt(model)
+    try:
+        proto = ir.serde.serialize_model(model)
+        inferred = onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
+    except Exception:
+        return  # a hint is missing, nothing more: passes ask for what they need
+    _merge(model.graph, inferred.graph)
+
+
+def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
+    known = {info.name: info.type for info in (*proto.value_info, *proto.output, *proto.input)}
+    for node, node_proto in zip(graph, proto.node, strict=True):
+        for value in node.outputs:
+            kind = known.get(value.name or "")
+            if kind is None or not kind.HasField("tensor_type"):
+                continue
+            if value.dtype is None and kind.tensor_type.elem_type:
+                value.dtype = ir.DataType(kind.tensor_type.elem_type)
+            shape = ir.serde.deserialize_type_proto_for_shape(kind)
+            if shape is not None and (value.shape is None or not value.shape.is_static()):
+                value.shape = shape
+        inner = [a.value for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+        inner_protos = [a.g for a in node_proto.attribute if a.HasField("g")]
+        for subgraph, subproto in zip(inner, inner_protos, strict=False):
+            _merge(subgraph, subproto)

@@ -1,0 +1,324 @@
+"""ONNX files in and out: weights are checked, referred to, and copied from file to file, never parsed.
+
+Nothing here holds the weights of a model: a tensor of 1 KiB and more is an ir.ExternalTensor into the file it came
+from until write_model copies its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size
+from sanitize import graph as graphs
+from sanitize.wire import INLINE_BYTES, read_skeleton
+
+CHUNK = 16 << 20  # bytes copied at a time where the kernel cannot copy by itself
+PAGE = 4096  # large tensors start on a page, so that a runtime can map them
+SMALL_ALIGN = 64
+Tick = Callable[[float], None]
+
+
+def read_model(path: Path) -> ir.Model:
+    """Read an ONNX file, inline its functions, sort its nodes, infer its types; its weights stay in files.
+
+    Raises RingstepError for a file that is missing, cut off or no ONNX model, for external data that is missing, too
+    short or outside the model's folder, for a graph with a cycle, a value that nothing makes, or a name made twice.
+    """
+    proto = read_skeleton(path)
+    if not proto.HasField("graph"):
+        raise RingstepError(f"{path} holds no graph; is it an ONNX model?")
+    _check_names(proto.graph, path, set())
+    try:
+        model = ir.serde.deserialize_model(proto)
+        ir.external_data.set_base_dir(model.graph, path.parent)
+        if model.functions:
+            for function in model.functions.values():
+                for tensor in _tensors(function.graph):
+                    if isinstance(tensor, ir.ExternalTensor):
+                        tensor.base_dir = path.parent
+            InlinePass()(model)
+            model.functions.clear()
+        model.graph.sort()
+    except RingstepError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        message = "its nodes form a cycle" if "cycle" in str(cause) else " ".join(str(cause).split())[:200]
+        raise RingstepError(f"{path} is no valid ONNX model: {message}") from None
+    _check_sources(model, path)
+    for tensor in _tensors(model.graph):
+        if isinstance(tensor, ir.ExternalTensor):
+            check_external(tensor, path)
+    graphs.infer_types(model)
+    return model
+
+
+def _check_names(graph: onnx.GraphProto, path: Path, outer: set[str]) -> None:
+    """Every value is made once (static single assignment), in subgraphs too."""
+    made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    for node in graph.node:
+        for name in node.output:
+            if name and (name in made or name in outer):
+                raise RingstepError(
+                    f"{path}: node {node.name or node.op_type!r} makes {name!r}, which exists already; export it again"
+                )
+            made.add(name)
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                _check_names(inner, path, outer | made)
+
+
+def _check_sources(model: ir.Model, path: Path) -> None:
+    for node in graphs.every_node(model):
+        for value in node.inputs:
+            if value is not None and not _has_source(value):
+                raise RingstepError(
+                    f"{path}: node {node.name or node.op_type!r} reads {value.name!r}, which nothing makes"
+                )
+    for value in model.graph.outputs:
+        if not _has_source(value):
+            raise RingstepError(f"{path}: nothing makes the output {value.name!r}")
+
+
+def _has_source(value: ir.Value) -> bool:
+    return value.producer() is not None or value.is_graph_input() or value.is_initializer()
+
+
+def _tensors(graph: ir.Graph) -> Iterator[ir.TensorProtocol]:
+    """Every tensor of a graph and its subgraphs: initializers and attributes."""
+    for inner in (graph, *graph.subgraphs()):
+        for value in inner.initializers.values():
+            if value.const_value is not None:
+                yield value.const_value
+    for node in graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.is_ref():
+                continue
+            if attribute.type == ir.AttributeType.TENSOR:
+                yield attribute.as_tensor()
+            elif attribute.type == ir.AttributeType.TENSORS:
+                yield from attribute.as_tensors()
+
+
+def check_external(tensor: ir.ExternalTensor, model_path: Path) -> None:
+    """Raise RingstepError unless the tensor's bytes lie whole in a file within the model's folder."""
+    where = f"{model_path}: tensor {tensor.name!r}"
+    location = Path(str(tensor.location))
+    if location.is_absolute() or ".." in location.parts or "\\" in str(tensor.location):
+        raise RingstepError(f"{where}: its data lies at {str(location)!r}, outside the model's folder: refused")
+    path = model_path.parent / location
+    try:
+        real = path.resolve(strict=True)
+        size = ordinary_size(real)
+    except OSError as error:
+        raise RingstepError(f"{where}: its data file {path} cannot be read: {error.strerror or error}") from None
+    # A download cache links model and data to one folder elsewhere; a link to any other place is refused.
+    if not real.is_relative_to(model_path.parent.resolve()) and real.parent != model_path.resolve().parent:
+        raise RingstepError(f"{where}: its data file {path} is a link out of the model's folder: refused")
+    offset, needed = tensor.offset or 0, nbytes(tensor)
+    length = tensor.length if tensor.length is not None else needed
+    if offset < 0 or length != needed or offset + length > size:
+        raise RingstepError(
+            f"{where}: needs {needed} bytes, has bytes {offset} to {offset + length} of {location}, which has "
+            f"{size}; the files do not belong together"
+        )
+
+
+def nbytes(tensor: ir.TensorProtocol) -> int:
+    """Bytes of a tensor as stored; sub-byte types are packed."""
+    return -(-tensor.size * tensor.dtype.bitwidth // 8)
+
+
+def write_model(
+    model: ir.Model,
+    path: Path,
+    *,
+    in_place: bool = False,
+    check: Callable[[Path], None] | None = None,
+    tick: Tick = lambda _: None,
+) -> None:
+    """Write `path` and its weights into `path`.data beside it, both or neither.
+
+    `in_place`: weights that lie in a data file of the same folder stay where they are, and only what passes made is
+    written. `check` sees the finished file under a temporary name first; what it raises leaves the old files alone.
+    `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
+    """
+    folder = path.parent
+    temporary = folder / f".{path.name}.tmp-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        data_name = _data_name(path, in_place)
+        places, moved = _place(model, folder, path, data_name, in_place)
+        _need_space(folder, moved)
+        if moved:
+            with open(temporary / data_name, "wb") as out:
+                for tensor, offset in moved:
+                    _pad(out, offset)
+                    _copy(tensor, out, tick)
+        proto = _serialize(model, places)
+        (temporary / path.name).write_bytes(proto)
+        if check is not None:
+            _link_kept(places, folder, temporary, data_name)
+            check(temporary / path.name)
+        # The graph goes first and comes last: whenever it is there, the data beside it is its own.
+        if moved and (folder / data_name).exists():
+            path.unlink(missing_ok=True)
+        if moved:
+            os.replace(temporary / data_name, folder / data_name)
+        os.replace(temporary / path.name, path)
+    except OSError as error:
+        hint = "; free some space" if error.errno == errno.ENOSPC else ""
+        raise RingstepError(f"{path} cannot be written: {error.strerror or error}{hint}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+Place = tuple[str, int, int]
+"""Data file, offset and length of a tensor, by id of the tensor object."""
+
+
+def _data_name(path: Path, in_place: bool) -> str:
+    if not in_place:
+        return f"{path.name}.data"
+    # The data file of an earlier run may hold weights that stay: never overwrite it.
+    count = 1
+    while (path.parent / f"{path.name}.data{count}").exists():
+        count += 1
+    return f"{path.name}.data{count}"
+
+
+def _place(
+    model: ir.Model, folder: Path, path: Path, data_name: str, in_place: bool
+) -> tuple[dict[int, Place], list[tuple[ir.TensorProtocol, int]]]:
+    """Decide where every large tensor goes; equal sources are stored once."""
+    places: dict[int, Place] = {}
+    moved: list[tuple[ir.TensorProtocol, int]] = []
+    known: dict[tuple[str, int, int], Place] = {}
+    end, home = 0, folder.resolve()
+    for tensor in _tensors(model.graph):
+        size = nbytes(tensor) if tensor.dtype != ir.DataType.STRING else 0
+        if size < INLINE_BYTES and not isinstance(tensor, ir.ExternalTensor):
+            continue
+        if id(tensor) in places:
+            continue
+        source = None
+        if isinstance(tensor, ir.ExternalTensor):
+            file = Path(tensor.path)
+            source = (str(file.resolve()), tensor.offset or 0, size)
+            if in_place and file.resolve().is_relative_to(home) and file.suffix != ".onnx":
+                places[id(tensor)] = (str(file.resolve().relative_to(home)), source[1], size)
+                continue
+            if source in known:
+                places[id(tensor)] = known[source]
+                continue
+        align = PAGE if size >= 1 << 20 else SMALL_ALIGN
+        offset = -(-end // align) * align
+        places[id(tensor)] = (data_name, offset, size)
+        if source:
+            known[source] = places[id(tensor)]
+        moved.append((tensor, offset))
+        end = offset + size
+    return places, moved
+
+
+def _need_space(folder: Path, moved: list[tuple[ir.TensorProtocol, int]]) -> None:
+    needed = sum(nbytes(tensor) for tensor, _ in moved)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise RingstepError(f"{folder}: {needed} bytes of weights do not fit, {free} are free")
+
+
+def _pad(out: BinaryIO, offset: int) -> None:
+    # A hole, not zeros: the file system stores nothing for it.
+    out.seek(offset)
+
+
+def _copy(tensor: ir.TensorProtocol, out: BinaryIO, tick: Tick) -> None:
+    """Append a tensor's bytes; those of an external one go from file to file, through the kernel where it can."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        # One tensor at a time: a converted weight lives only here.
+        out.write(tensor.tobytes())
+        tick(nbytes(tensor))
+        return
+    left, at = nbytes(tensor), tensor.offset or 0
+    out.flush()
+    target = out.tell()
+    with open(tensor.path, "rb") as source:
+        while left:
+            try:
+                count = os.copy_file_range(source.fileno(), out.fileno(), min(left, CHUNK), at, target)
+            except OSError:
+                chunk = os.pread(source.fileno(), min(left, CHUNK), at)
+                count = os.pwrite(out.fileno(), chunk, target)
+            if not count:
+                raise RingstepError(f"{tensor.path} ends inside tensor {tensor.name!r}: it changed meanwhile")
+            left, at, target = left - count, at + count, target + count
+            tick(count)
+    out.seek(target)
+
+
+def _serialize(model: ir.Model, places: dict[int, Place]) -> bytes:
+    """The model's protobuf with references in place of the tensors that were placed."""
+    swapped: list[Callable[[], None]] = []
+    try:
+        for inner in graphs.every_graph(model):
+            for value in inner.initializers.values():
+                tensor = value.const_value
+                if tensor is not None and id(tensor) in places:
+                    swapped.append(_swap_value(value, tensor, places[id(tensor)]))
+        for node in graphs.every_node(model):
+            for attribute in list(node.attributes.values()):
+                if attribute.type == ir.AttributeType.TENSOR and id(attribute.value) in places:
+                    swapped.append(_swap_attribute(node, attribute, places[id(attribute.value)]))
+        proto = ir.serde.serialize_model(model)
+        if proto.ByteSize() >= 1 << 31:
+            raise RingstepError(f"the graph alone takes {proto.ByteSize()} bytes; a protobuf holds less than 2 GiB")
+        return proto.SerializeToString()
+    finally:
+        for undo in swapped:
+            undo()
+
+
+def _swap_value(value: ir.Value, tensor: ir.TensorProtocol, place: Place) -> Callable[[], None]:
+    value.const_value = _reference(tensor, place)
+
+    def undo() -> None:
+        value.const_value = tensor
+
+    return undo
+
+
+def _swap_attribute(node: ir.Node, attribute: ir.Attr, place: Place) -> Callable[[], None]:
+    reference = _reference(attribute.as_tensor(), place)
+    node.attributes[attribute.name] = ir.Attr(attribute.name, ir.AttributeType.TENSOR, reference)
+
+    def undo() -> None:
+        node.attributes[attribute.name] = attribute
+
+    return undo
+
+
+def _reference(tensor: ir.TensorProtocol, place: Place) -> ir.ExternalTensor:
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(place[0], place[1], place[2], tensor.dtype, shape=shape, name=tensor.name or "")
+
+
+def _link_kept(places: dict[int, Place], folder: Path, temporary: Path, data_name: str) -> None:
+    """Weights that stay are seen from the temporary folder through hard links, which no loader refuses."""
+    for name in {place[0] for place in places.values()} - {data_name}:
+        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.link((folder / name).resolve(), temporary / name)
