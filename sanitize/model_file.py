@@ -155,34 +155,46 @@ def write_model(
     written. `check` sees the finished file under a temporary name first; what it raises leaves the old files alone.
     `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
     """
+    with staged(model, path, in_place=in_place, tick=tick) as temporary:
+        if check is not None:
+            check(temporary)
+        try:
+            # The graph goes first and comes last: whenever it is there, the data beside it is its own.
+            for data in temporary.parent.glob(f"{path.name}.data*"):
+                if (path.parent / data.name).exists():
+                    path.unlink(missing_ok=True)
+                os.replace(data, path.parent / data.name)
+            os.replace(temporary, path)
+        except OSError as error:
+            raise RingstepError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def staged(
+    model: ir.Model, path: Path, *, in_place: bool = False, tick: Tick = lambda _: None
+) -> Iterator[Path]:
+    """Write the model into a temporary folder beside `path` for as long as the block runs; see write_model."""
     folder = path.parent
     temporary = folder / f".{path.name}.tmp-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        data_name = _data_name(path, in_place)
-        places, moved = _place(model, folder, path, data_name, in_place)
-        _need_space(folder, moved)
-        if moved:
-            with open(temporary / data_name, "wb") as out:
-                for tensor, offset in moved:
-                    _pad(out, offset)
-                    _copy(tensor, out, tick)
-        proto = _serialize(model, places)
-        (temporary / path.name).write_bytes(proto)
-        if check is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            data_name = _data_name(path, in_place)
+            places, moved = _place(model, folder, data_name, in_place)
+            _need_space(folder, moved)
+            if moved:
+                with open(temporary / data_name, "wb") as out:
+                    for tensor, offset in moved:
+                        out.seek(offset)  # a hole, not zeros: the file system stores nothing for it
+                        _copy(tensor, out, tick)
+            (temporary / path.name).write_bytes(_serialize(model, places))
             _link_kept(places, folder, temporary, data_name)
-            check(temporary / path.name)
-        # The graph goes first and comes last: whenever it is there, the data beside it is its own.
-        if moved and (folder / data_name).exists():
-            path.unlink(missing_ok=True)
-        if moved:
-            os.replace(temporary / data_name, folder / data_name)
-        os.replace(temporary / path.name, path)
-    except OSError as error:
-        hint = "; free some space" if error.errno == errno.ENOSPC else ""
-        raise RingstepError(f"{path} cannot be written: {error.strerror or error}{hint}") from None
+        except OSError as error:
+            hint = "; free some space" if error.errno == errno.ENOSPC else ""
+            raise RingstepError(f"{path} cannot be written: {error.strerror or error}{hint}") from None
+        yield temporary / path.name
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -202,7 +214,7 @@ def _data_name(path: Path, in_place: bool) -> str:
 
 
 def _place(
-    model: ir.Model, folder: Path, path: Path, data_name: str, in_place: bool
+    model: ir.Model, folder: Path, data_name: str, in_place: bool
 ) -> tuple[dict[int, Place], list[tuple[ir.TensorProtocol, int]]]:
     """Decide where every large tensor goes; equal sources are stored once."""
     places: dict[int, Place] = {}
@@ -239,11 +251,6 @@ def _need_space(folder: Path, moved: list[tuple[ir.TensorProtocol, int]]) -> Non
     needed = sum(nbytes(tensor) for tensor, _ in moved)
     if needed > (free := shutil.disk_usage(folder).free):
         raise RingstepError(f"{folder}: {needed} bytes of weights do not fit, {free} are free")
-
-
-def _pad(out: BinaryIO, offset: int) -> None:
-    # A hole, not zeros: the file system stores nothing for it.
-    out.seek(offset)
 
 
 def _copy(tensor: ir.TensorProtocol, out: BinaryIO, tick: Tick) -> None:

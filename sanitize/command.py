@@ -1,0 +1,110 @@
+"""`ringstep sanitize`: what it does with a file, from reading to the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringstep import console
+from ringstep.errors import RingstepError, did_you_mean
+
+if TYPE_CHECKING:
+    from sanitize.passes import Pass
+
+
+def choose_passes(skip: Sequence[str] = (), extra: Sequence[str] = ()) -> list[Pass]:
+    """The passes to run, in order: all of order.py without `skip`, with the layouts named in `extra` at the end.
+
+    Raises RingstepError for a name that is no pass.
+    """
+    from sanitize.order import LAYOUTS, PASSES
+
+    for names, known in ((skip, PASSES), (extra, LAYOUTS)):
+        for name in names:
+            if name not in {p.name for p in known}:
+                near = did_you_mean(name, [p.name for p in known])
+                raise RingstepError(f"unknown pass {name!r}{near}; there are {', '.join(p.name for p in known)}")
+    return [p for p in PASSES if p.name not in skip] + [p for p in LAYOUTS if p.name in extra]
+
+
+def sanitize_file(
+    source: Path,
+    out: Path | None,
+    *,
+    target: str,
+    chip: str | None = None,
+    precision: str | None = None,
+    in_place: bool = False,
+    verify: bool = False,
+    inputs: Path | None = None,
+    skip: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Sanitise `source` into `out` (None: only report what would change); returns the report.
+
+    `inputs` (an .npz) is what ranges are found with, and what both models run on under `verify`; with
+    `in_place` weights stay in their files. Raises RingstepError; nothing is written then.
+    """
+    from sanitize import graph as graphs
+    from sanitize.model_file import nbytes, read_model, write_model
+    from sanitize.pipeline import sanitize
+    from sanitize.target import find_target
+    from sanitize.verify import find_ranges, read_inputs, refuse_unlike
+    from sanitize.verify import verify as run_both
+
+    goal = find_target(target, chip, precision)
+    passes = choose_passes(skip, extra)
+    with console.progress("reading"):
+        model = read_model(source)
+    feeds = read_inputs(inputs) if inputs else None
+    if feeds is not None:
+        with console.progress("running it on the inputs"):
+            goal = dataclasses.replace(goal, ranges=find_ranges(model, source, feeds))
+    before = sum(1 for _ in graphs.every_node(model))
+    with console.progress("passes"):
+        applied = sanitize(model, goal, passes)
+    after = sum(1 for _ in graphs.every_node(model))
+    min_db = min((a.min_db for a in applied), default=math.inf)
+    compared: list[Any] = []
+
+    def check(written: Path) -> None:
+        with console.progress("verifying in ONNX Runtime"):
+            compared.extend(run_both(source, written, inputs=feeds))
+        refuse_unlike(compared, min_db, source.name)
+
+    if out is not None:
+        weights = sum(nbytes(v.const_value) for g in graphs.every_graph(model) for v in g.initializers.values()
+                      if v.const_value is not None)  # fmt: skip
+        with console.progress("writing", weights) as tick:
+            write_model(model, out, in_place=in_place, check=check if verify else None, tick=tick)
+    return {
+        "source": str(source), "written": str(out) if out else None, "target": goal.name,
+        "chip": goal.chip.name if goal.chip else None, "precision": goal.precision,
+        "nodes_before": before, "nodes_after": after, "min_db": min_db,
+        "passes": [dataclasses.asdict(a) for a in applied],
+        "verified": [dataclasses.asdict(c) for c in compared] or None,
+    }  # fmt: skip
+
+
+def print_report(body: dict[str, Any], verbose: bool) -> None:
+    """The table of what each pass did; with `verbose` every change."""
+    rows = [(p["name"], len(p["changes"]), console.human_seconds(p["seconds"]), p["changes"][0]["what"])
+            for p in body["passes"] if p["changes"]]  # fmt: skip
+    if rows:
+        console.table("", ["pass", "changes", "time", "such as"], rows)
+    if verbose:
+        for p in body["passes"]:
+            for change in p["changes"]:
+                console.line(f"{p['name']}: {change['node']}: {change['what']}")
+    place = body["written"] or "nothing written"
+    nodes = f"{body['nodes_before']} -> {body['nodes_after']} nodes" if rows else "already clean"
+    console.line(f"{nodes}: {place}")
+    if body["verified"]:
+        worst = min(body["verified"], key=lambda c: c["snr_db"])
+        how = "bit-equal" if all(c["equal"] for c in body["verified"]) else f"{worst['snr_db']:.1f} dB at least"
+        skipped = sum(c["skipped"] for c in body["verified"])
+        more = f", {skipped} elements were not finite before" if skipped else ""
+        console.line(f"verified in ONNX Runtime: {len(body['verified'])} outputs, {how}{more}")

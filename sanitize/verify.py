@@ -1,0 +1,204 @@
+"""Run a model before and after on the same inputs, in ONNX Runtime in a child process; find ranges the same way."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ringstep import child
+from ringstep.errors import RingstepError, did_you_mean
+from sanitize.model_file import staged
+
+TIMEOUT_SECONDS = 1800.0
+INPUT_LIMIT = 1 << 30  # bytes of one array in an --inputs file
+SIZES = (4, 2, 1)  # tried for dynamic dims
+RANGED = ("Sigmoid", "Swish", "Softmax", "LogSoftmax", "Exp", "Log", "Gelu", "Erf", "Tanh", "Pow", "Mul", "Div",
+          "Reciprocal", "Sqrt", "ReduceSumSquare", "ReduceL2", "RMSNormalization", "LayerNormalization",
+          "QuickGelu", "FastGelu", "BiasGelu")  # fmt: skip
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+Feeds = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One output, before and after."""
+
+    name: str
+    snr_db: float
+    """300 where bit-equal."""
+    skipped: int
+    """Elements that were not finite before: a mask of -inf or a NaN that a pass is there to remove."""
+    equal: bool
+
+
+def read_inputs(path: Path) -> Feeds:
+    """Read an .npz of arrays by input name. Raises RingstepError; never unpickles."""
+    feeds = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if info.file_size > INPUT_LIMIT:
+                    raise RingstepError(f"{path}: {info.filename} is {info.file_size} bytes; at most 1 GiB an array")
+        with np.load(path, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                feeds[name] = arrays[name]
+    except RingstepError:
+        raise
+    except Exception as error:  # zip, numpy and system errors alike
+        raise RingstepError(f"{path} cannot be read as an .npz of plain arrays: {child.one_line(str(error))}") from None
+    return feeds
+
+
+def verify(before: Path, after: Path, *, inputs: Feeds | None = None, seed: int = 0) -> list[Compared]:
+    """Compare every output of two models of the same inputs, which are random unless given.
+
+    Raises RingstepError where one of them does not run.
+    """
+    with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
+        feeds = worker.call(_feeds, before.resolve(), inputs, seed, timeout_s=TIMEOUT_SECONDS).value
+        want = worker.call(_run, before.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
+    with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
+        have = worker.call(_run, after.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
+    if missing := sorted(want.keys() - have.keys()):
+        raise RingstepError(f"{after.name}: the output {missing[0]!r} is gone")
+    return [compare(name, want[name], have[name]) for name in want]
+
+
+def compare(name: str, want: np.ndarray, have: np.ndarray) -> Compared:
+    """Compare two arrays; where the first is not finite only the shape counts."""
+    from ringstep.parity.metrics import SILENT_DB, snr_db
+
+    if want.shape != have.shape:
+        return Compared(name, -SILENT_DB, 0, False)
+    if want.dtype.kind not in "fc":
+        same = want.tolist() == have.astype(want.dtype).tolist()
+        return Compared(name, SILENT_DB if same else -SILENT_DB, 0, same)
+    finite = np.isfinite(want)
+    a, b = want[finite].astype(np.float64), have[finite].astype(np.float64)
+    equal = bool((a == b.astype(a.dtype)).all())
+    return Compared(name, snr_db(a, b), int((~finite).sum()), equal)
+
+
+def refuse_unlike(compared: list[Compared], min_db: float, file: str) -> None:
+    """Raise RingstepError unless every output agrees to `min_db` (inf: bit for bit)."""
+    for output in compared:
+        if output.snr_db < min_db if np.isfinite(min_db) else not output.equal:
+            asked = f"{min_db:.0f} dB" if np.isfinite(min_db) else "bit for bit"
+            raise RingstepError(
+                f"{file}: output {output.name!r} is {output.snr_db:.1f} dB from the original, want {asked}; "
+                "nothing was written. Find the pass with --skip, or give real inputs with --inputs"
+            )
+
+
+def find_ranges(model: ir.Model, path: Path, inputs: Feeds | None, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Run the model once and return the smallest and largest element of what its nonlinear operators read.
+
+    `path` is where the model was read from. Values within If and Loop bodies are not seen. Raises RingstepError.
+    """
+    wanted = {
+        value.name: value
+        for node in model.graph
+        if node.op_type in RANGED
+        for value in node.inputs
+        if value is not None and value.producer() is not None and value.dtype in FLOATS
+    }  # fmt: skip
+    names = {output.name for output in model.graph.outputs}
+    added = [value for name, value in wanted.items() if name not in names]
+    model.graph.outputs.extend(added)
+    try:
+        what = f"{path.name}: finding ranges in ONNX Runtime"
+        with staged(model, path, in_place=True) as probe, child.Worker(what, explain=child.last_error) as worker:
+            probe, named = probe.resolve(), sorted(filter(None, wanted))
+            feeds = worker.call(_feeds, probe, inputs, seed, timeout_s=TIMEOUT_SECONDS).value
+            found = worker.call(_ranges, probe, feeds, named, timeout_s=TIMEOUT_SECONDS).value
+    finally:
+        for _ in added:
+            model.graph.outputs.pop()
+    ranges: dict[str, tuple[float, float]] = found
+    return ranges
+
+
+# What follows runs in the child.
+
+TYPES = {"tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16"}
+
+
+def _session(path: Path) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    # Rewrites of the runtime would be compared along with ours.
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _feeds(path: Path, given: Feeds | None, seed: int) -> Feeds:
+    session = _session(path)
+    wanted = {value.name: value for value in session.get_inputs()}
+    if given is not None:
+        for name in given:
+            if name not in wanted:
+                raise RingstepError(f"--inputs: the model has no input {name!r}{did_you_mean(name, wanted)}")
+        for name in wanted:
+            if name not in given:
+                raise RingstepError(f"--inputs: the input {name!r} is missing")
+        return given
+    error: Exception | None = None
+    # A dynamic dim may be a batch, a length or a sum of two: the first size with which the model runs is taken.
+    for size in SIZES:
+        feeds = _random(wanted, size, np.random.default_rng(seed))
+        try:
+            session.run(None, feeds)
+            return feeds
+        except Exception as caught:
+            error = caught
+    raise RingstepError(f"does not run on random inputs, give --inputs FILE.npz: {child.one_line(str(error))}")
+
+
+def _random(wanted: Mapping[str, Any], size: int, rng: np.random.Generator) -> Feeds:
+    feeds = {}
+    for name, value in wanted.items():
+        shape = [dim if isinstance(dim, int) else 1 if "batch" in str(dim) else size for dim in value.shape]
+        kind = _kind(value)
+        if kind.startswith("float"):
+            feeds[name] = rng.normal(size=shape).astype(kind)
+        elif kind == "bool":
+            feeds[name] = rng.random(shape) < 0.7
+        elif kind == "string":
+            feeds[name] = np.full(shape, "a", object)
+        else:
+            # Small enough for an index anywhere; masks, which are mostly ones, get some of each.
+            feeds[name] = rng.integers(0, 2, shape).astype(kind)
+            if "mask" in name:
+                feeds[name] = np.ones(shape, kind)
+    return feeds
+
+
+def _kind(value: Any) -> str:
+    return TYPES.get(value.type) or str(value.type).removeprefix("tensor(").removesuffix(")")
+
+
+def _run(path: Path, feeds: Feeds) -> dict[str, np.ndarray]:
+    session = _session(path)
+    # A pass may have narrowed an input's type or dropped one that nothing reads.
+    kinds = {value.name: _kind(value) for value in session.get_inputs()}
+    fitted = {name: feeds[name] if kind == "string" else feeds[name].astype(kind) for name, kind in kinds.items()}
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, fitted), strict=True))
+
+
+def _ranges(path: Path, feeds: Feeds, names: list[str]) -> dict[str, tuple[float, float]]:
+    found = dict(zip(names, _session(path).run(names, feeds), strict=True)) if names else {}
+    spans = {}
+    for name, array in found.items():
+        finite = array[np.isfinite(array)]
+        if finite.size:
+            spans[name] = (float(finite.min()), float(finite.max()))
+    return spans
