@@ -79,7 +79,7 @@ def sanitize_file(
         weights = sum(nbytes(v.const_value) for g in graphs.every_graph(model) for v in g.initializers.values()
                       if v.const_value is not None)  # fmt: skip
         with console.progress("writing", weights) as tick:
-            write_model(model, out, in_place=in_place, check=check if verify else None, tick=tick)
+            write_model(model, out, keep=out.parent if in_place else None, check=check if verify else None, tick=tick)
     return {
         "source": str(source), "written": str(out) if out else None, "target": goal.name,
         "chip": goal.chip.name if goal.chip else None, "precision": goal.precision,

@@ -145,17 +145,17 @@ def write_model(
     model: ir.Model,
     path: Path,
     *,
-    in_place: bool = False,
+    keep: Path | None = None,
     check: Callable[[Path], None] | None = None,
     tick: Tick = lambda _: None,
 ) -> None:
     """Write `path` and its weights into `path`.data beside it, both or neither.
 
-    `in_place`: weights that lie in a data file of the same folder stay where they are, and only what passes made is
-    written. `check` sees the finished file under a temporary name first; what it raises leaves the old files alone.
+    `keep`: weights in data files of this folder stay where they are, to be read from there, and only what passes made
+    is written; the folder is where the model will lie. `check` sees the finished file under a temporary name first; what it raises leaves the old files alone.
     `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
     """
-    with staged(model, path, in_place=in_place, tick=tick) as temporary:
+    with staged(model, path, keep=keep, tick=tick) as temporary:
         if check is not None:
             check(temporary)
         try:
@@ -171,7 +171,7 @@ def write_model(
 
 @contextlib.contextmanager
 def staged(
-    model: ir.Model, path: Path, *, in_place: bool = False, tick: Tick = lambda _: None
+    model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None
 ) -> Iterator[Path]:
     """Write the model into a temporary folder beside `path` for as long as the block runs; see write_model."""
     folder = path.parent
@@ -181,8 +181,8 @@ def staged(
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            data_name = _data_name(path, in_place)
-            places, moved = _place(model, folder, data_name, in_place)
+            data_name = _data_name(path, keep)
+            places, moved = _place(model, data_name, keep)
             _need_space(folder, moved)
             if moved:
                 with open(temporary / data_name, "wb") as out:
@@ -190,7 +190,8 @@ def staged(
                         out.seek(offset)  # a hole, not zeros: the file system stores nothing for it
                         _copy(tensor, out, tick)
             (temporary / path.name).write_bytes(_serialize(model, places))
-            _link_kept(places, folder, temporary, data_name)
+            if keep is not None:
+                _link_kept(places, keep, temporary, data_name)
         except OSError as error:
             hint = "; free some space" if error.errno == errno.ENOSPC else ""
             raise RingstepError(f"{path} cannot be written: {error.strerror or error}{hint}") from None
@@ -203,24 +204,24 @@ Place = tuple[str, int, int]
 """Data file, offset and length of a tensor, by id of the tensor object."""
 
 
-def _data_name(path: Path, in_place: bool) -> str:
-    if not in_place:
+def _data_name(path: Path, keep: Path | None) -> str:
+    if keep is None:
         return f"{path.name}.data"
     # The data file of an earlier run may hold weights that stay: never overwrite it.
     count = 1
-    while (path.parent / f"{path.name}.data{count}").exists():
+    while (keep / f"{path.name}.data{count}").exists():
         count += 1
     return f"{path.name}.data{count}"
 
 
 def _place(
-    model: ir.Model, folder: Path, data_name: str, in_place: bool
+    model: ir.Model, data_name: str, keep: Path | None
 ) -> tuple[dict[int, Place], list[tuple[ir.TensorProtocol, int]]]:
     """Decide where every large tensor goes; equal sources are stored once."""
     places: dict[int, Place] = {}
     moved: list[tuple[ir.TensorProtocol, int]] = []
     known: dict[tuple[str, int, int], Place] = {}
-    end, home = 0, folder.resolve()
+    end, home = 0, keep.resolve() if keep is not None else None
     for tensor in _tensors(model.graph):
         size = nbytes(tensor) if tensor.dtype != ir.DataType.STRING else 0
         if size < INLINE_BYTES and not isinstance(tensor, ir.ExternalTensor):
@@ -231,7 +232,7 @@ def _place(
         if isinstance(tensor, ir.ExternalTensor):
             file = Path(tensor.path)
             source = (str(file.resolve()), tensor.offset or 0, size)
-            if in_place and file.resolve().is_relative_to(home) and file.suffix != ".onnx":
+            if home and file.resolve().is_relative_to(home) and file.suffix != ".onnx":
                 places[id(tensor)] = (str(file.resolve().relative_to(home)), source[1], size)
                 continue
             if source in known:

@@ -113,7 +113,7 @@ def find_ranges(model: ir.Model, path: Path, inputs: Feeds | None, seed: int = 0
     model.graph.outputs.extend(added)
     try:
         what = f"{path.name}: finding ranges in ONNX Runtime"
-        with staged(model, path, in_place=True) as probe, child.Worker(what, explain=child.last_error) as worker:
+        with staged(model, path, keep=path.parent) as probe, child.Worker(what, explain=child.last_error) as worker:
             probe, named = probe.resolve(), sorted(filter(None, wanted))
             feeds = worker.call(_feeds, probe, inputs, seed, timeout_s=TIMEOUT_SECONDS).value
             found = worker.call(_ranges, probe, feeds, named, timeout_s=TIMEOUT_SECONDS).value

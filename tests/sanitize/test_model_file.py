@@ -81,7 +81,7 @@ def test_constants_in_nodes_and_bodies_are_referred_to(tmp_path: Path) -> None:
 def test_in_place_leaves_weights_where_they_are(tmp_path: Path) -> None:
     onnx.save(linear(), tmp_path / "a.onnx", save_as_external_data=True, location="a.bin", size_threshold=0)
     before = (tmp_path / "a.bin").stat()
-    write_model(read_model(tmp_path / "a.onnx"), tmp_path / "a.onnx", in_place=True)
+    write_model(read_model(tmp_path / "a.onnx"), tmp_path / "a.onnx", keep=tmp_path)
     after = (tmp_path / "a.bin").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.onnx"]
