@@ -270,15 +270,17 @@ class Line:
             home, reports = self.job.out / "onnx", {}
             for n in self.chunks:
                 with console.progress(f"sanitizing {graph_file(n)}"):
-                    reports[graph_file(n)] = sanitize_file(
+                    report = sanitize_file(
                         home / traced_file(n), folder / "onnx" / graph_file(n), target=target, chip=chip,
                         precision=precision, keep=home, skip=skip,
                     )  # fmt: skip
-            for report in reports.values():
-                for p in report["passes"]:
-                    del p["seconds"]  # a file that differs from run to run would redo what depends on it
+                # No times and paths: a file that differs from run to run would redo what depends on it.
+                reports[graph_file(n)] = {
+                    "nodes_before": report["nodes_before"], "nodes_after": report["nodes_after"],
+                    "changes": {p["name"]: p["changes"] for p in report["passes"] if p["changes"]},
+                }  # fmt: skip
             (folder / "sanitize.json").write_text(json.dumps(reports, indent=1) + "\n")
-            counts = {name: {p["name"]: len(p["changes"]) for p in report["passes"] if p["changes"]}
+            counts = {name: {p: len(changes) for p, changes in report["changes"].items()}
                       for name, report in reports.items()}  # fmt: skip
             return {"changes": counts}
 
