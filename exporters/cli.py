@@ -328,8 +328,9 @@ def sanitize(model: Path, target: str, chip: str | None, precision: str | None, 
         raise RingstepError("-o and --in-place: give one of them")
     if verify and not (out or in_place):
         raise RingstepError("--verify compares what is written: give -o OUT.onnx or --in-place")
-    body = sanitize_file(model, model if in_place else out, target=target, chip=chip, precision=precision,
-                         in_place=in_place, verify=verify, inputs=inputs, skip=skip, extra=extra)  # fmt: skip
+    out, keep = (model, model.parent) if in_place else (out, None)
+    body = sanitize_file(model, out, keep=keep, target=target, chip=chip, precision=precision, verify=verify,
+                         inputs=inputs, skip=skip, extra=extra)  # fmt: skip
     if json_:
         console.print_json(body)
     else:

@@ -1,6 +1,6 @@
 """The line: the stages of an export in order, each skipped when nothing it depends on has changed.
 
-    tokenizer, weights ─▶ onnx ─▶ qnn (a stage for each graph and part) ─▶ contract (step.json) ─▶ parity
+    tokenizer, weights ─▶ onnx ─▶ sanitize ─▶ qnn (a stage for each graph and part) ─▶ contract (step.json) ─▶ parity
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class Line:
             )
             done = {"tokenizer": self.stage_tokenizer().hashes, "weights": self.stage_weights().hashes}
             done["onnx"] = self.stage_onnx(done["weights"]).hashes
+            done["sanitize"] = self.stage_sanitize(done).hashes
             if self.job.format == "qnn":
                 for n in self.chunks:
                     done.update(self.stages_qnn(n, done))
@@ -232,16 +233,16 @@ class Line:
         return sum(_size(self.checkpoint.shape(n)) for n in self.checkpoint.names()) * DTYPE_BYTES[self.dtype]
 
     def stage_onnx(self, weights: dict[str, str]) -> StageRecord:
-        """onnx/decode.onnx, and prefill_N.onnx for a chunk."""
+        """onnx/decode.traced.onnx, and prefill_N.traced.onnx for a chunk."""
 
         def build(folder: Path) -> dict[str, Any]:
-            from exporters.onnx import export_graphs
+            from exporters.onnx import export_graphs, traced_file
             from exporters.weights import load_index
 
             (folder / "onnx").mkdir()
             placed = load_index(self.job.out / "onnx")
             with console.progress("tracing and stamping"):
-                files = export_graphs(self.plan, self.options, self.spec, placed, folder / "onnx")
+                files = export_graphs(self.plan, self.options, self.spec, placed, folder / "onnx", traced_file)
             return {"graphs": {str(n): path.name for n, path in files.items()}}
 
         # Where parameters lie is all a graph knows of the weights: other values in the same places change nothing.
@@ -251,6 +252,42 @@ class Line:
         return self.stage("onnx", inputs, options, versions(
             "recipes", "exporters/onnx.py", "exporters/trace.py", "ringstep/contract.py",
             libraries=("torch", "onnxscript", "onnx-ir")), build)  # fmt: skip
+
+    def stage_sanitize(self, done: dict[str, dict[str, str]]) -> StageRecord:
+        """onnx/decode.onnx (and prefill_N.onnx) fit for the target, and sanitize.json: what was changed."""
+
+        chip = self.device.chip.name if self.device else None
+        target = "qnn-htp" if chip else "ort-mobile"
+        precision = {"float16": "fp16", "float32": "fp32"}[self.dtype]
+        # What layers share would cross the parts of a model that is cut by layers; native kernels were asked for.
+        skip = ["common-subexpressions"] if self.weight_bytes() > self.job.part_bytes else []
+        skip += [] if self.activations == "accurate" else ["accurate-*"]
+
+        def build(folder: Path) -> dict[str, Any]:
+            from exporters.onnx import graph_file, traced_file
+            from sanitize.command import sanitize_file
+
+            home, reports = self.job.out / "onnx", {}
+            for n in self.chunks:
+                with console.progress(f"sanitizing {graph_file(n)}"):
+                    report = sanitize_file(
+                        home / traced_file(n), folder / "onnx" / graph_file(n), target=target, chip=chip,
+                        precision=precision, keep=home, skip=skip,
+                    )  # fmt: skip
+                # No times and paths: a file that differs from run to run would redo what depends on it.
+                reports[graph_file(n)] = {
+                    "nodes_before": report["nodes_before"], "nodes_after": report["nodes_after"],
+                    "changes": {p["name"]: p["changes"] for p in report["passes"] if p["changes"]},
+                }  # fmt: skip
+            (folder / "sanitize.json").write_text(json.dumps(reports, indent=1) + "\n")
+            counts = {name: {p: len(changes) for p, changes in report["changes"].items()}
+                      for name, report in reports.items()}  # fmt: skip
+            return {"changes": counts}
+
+        options = {"target": target, "chip": chip, "precision": precision, "skip": skip}
+        # The graphs refer to weights by place alone, so other values in the same places change nothing.
+        inputs = {**done["onnx"], "index": done["weights"]["onnx/index.json"]}
+        return self.stage("sanitize", inputs, options, versions("sanitize", libraries=("onnx", "onnx-ir")), build)
 
     def stages_qnn(self, n: int, done: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         """A context binary of every part of the graph of n tokens; each part is a stage, so a killed run resumes."""
@@ -271,12 +308,12 @@ class Line:
                 write_parts(whole, parts, folder / "onnx")
                 return {"cut_after_layers": cuts}
 
-            record = self.stage(f"cut-{stem}", {"graph": done["onnx"][files[0]]}, {"cuts": cuts},
+            record = self.stage(f"cut-{stem}", {"graph": done["sanitize"][files[0]]}, {"cuts": cuts},
                                 versions("exporters/cut.py", libraries=("onnx-ir",)), build_parts)  # fmt: skip
             results[record.name] = record.hashes
             files = sorted(record.outputs, key=lambda f: int(f.split(".part")[1].split(".")[0]))
         for file in files:
-            sha = results[f"cut-{stem}"][file] if len(files) > 1 else done["onnx"][file]
+            sha = results[f"cut-{stem}"][file] if len(files) > 1 else done["sanitize"][file]
             name = Path(file).stem.replace(".", "_")
 
             def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:

@@ -9,7 +9,7 @@ refer to the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -186,15 +186,21 @@ def graph_file(n: int) -> str:
     return "decode.onnx" if n == 1 else f"prefill_{n}.onnx"
 
 
+def traced_file(n: int) -> str:
+    """The file name of a graph as traced, before it is sanitised."""
+    return Path(graph_file(n)).stem + ".traced.onnx"
+
+
 def export_graphs(
-    plan: Plan, options: Options, spec: StepSpec, placed: Mapping[str, Placed], folder: Path
-) -> dict[int, Path]:
-    """Trace, stamp and save the graph of every n of the contract into `folder`; returns the files by n."""
+    plan: Plan, options: Options, spec: StepSpec, placed: Mapping[str, Placed], folder: Path,
+    name: Callable[[int], str] = graph_file,
+) -> dict[int, Path]:  # fmt: skip
+    """Trace, stamp and save the graph of every n of the contract as folder / `name`(n); returns the files by n."""
     files = {}
     blocks = trace_blocks(plan, options, spec)
     for graph in spec.graphs:
         model = stamp_step(plan, options.streams, spec, graph, blocks, placed, folder)
-        path = folder / graph_file(graph.n)
+        path = folder / name(graph.n)
         ir.save(model, path)
         files[graph.n] = path
     return files

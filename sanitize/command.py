@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def choose_passes(skip: Sequence[str] = (), extra: Sequence[str] = ()) -> list[Pass]:
-    """The passes to run, in order: all of order.py without `skip`, with the layouts named in `extra` at the end.
-
-    Raises RingstepError for a name that is no pass.
+    """The passes to run, in order: all of order.py without `skip` (names or patterns such as accurate-*), then the
+    layouts named in `extra`. Raises RingstepError for a name that is no pass.
     """
     from sanitize.order import LAYOUTS, PASSES
 
     for names, known in ((skip, PASSES), (extra, LAYOUTS)):
         for name in names:
-            if name not in {p.name for p in known}:
+            if "*" not in name and name not in {p.name for p in known}:
                 near = did_you_mean(name, [p.name for p in known])
                 raise RingstepError(f"unknown pass {name!r}{near}; there are {', '.join(p.name for p in known)}")
-    return [p for p in PASSES if p.name not in skip] + [p for p in LAYOUTS if p.name in extra]
+    skipped = {p.name for p in PASSES for name in skip if fnmatch.fnmatchcase(p.name, name)}
+    return [p for p in PASSES if p.name not in skipped] + [p for p in LAYOUTS if p.name in extra]
 
 
 def sanitize_file(
@@ -37,7 +38,7 @@ def sanitize_file(
     target: str,
     chip: str | None = None,
     precision: str | None = None,
-    in_place: bool = False,
+    keep: Path | None = None,
     verify: bool = False,
     inputs: Path | None = None,
     skip: Sequence[str] = (),
@@ -45,8 +46,9 @@ def sanitize_file(
 ) -> dict[str, Any]:
     """Sanitise `source` into `out` (None: only report what would change); returns the report.
 
-    `inputs` (an .npz) is what ranges are found with, and what both models run on under `verify`; with
-    `in_place` weights stay in their files. Raises RingstepError; nothing is written then.
+    `inputs` (an .npz) is what ranges are found with, and what both models run on under `verify`. Weights
+    in files of `keep`, the folder where the result will lie, stay where they are. Raises RingstepError, and
+    nothing is written then.
     """
     from sanitize import graph as graphs
     from sanitize.model_file import nbytes, read_model, write_model
@@ -79,7 +81,7 @@ def sanitize_file(
         weights = sum(nbytes(v.const_value) for g in graphs.every_graph(model) for v in g.initializers.values()
                       if v.const_value is not None)  # fmt: skip
         with console.progress("writing", weights) as tick:
-            write_model(model, out, keep=out.parent if in_place else None, check=check if verify else None, tick=tick)
+            write_model(model, out, keep=keep, check=check if verify else None, tick=tick)
     return {
         "source": str(source), "written": str(out) if out else None, "target": goal.name,
         "chip": goal.chip.name if goal.chip else None, "precision": goal.precision,

@@ -151,8 +151,8 @@ def write_model(
 ) -> None:
     """Write `path` and its weights into `path`.data beside it, both or neither.
 
-    `keep`: weights in data files of this folder stay where they are, to be read from there, and only what passes made
-    is written; the folder is where the model will lie. `check` sees the finished file under a temporary name first; what it raises leaves the old files alone.
+    `keep`: weights in data files of this folder, where the model will lie, stay where they are; only what passes made
+    is written. `check` sees the finished file under a temporary name; what it raises leaves the old files alone.
     `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
     """
     with staged(model, path, keep=keep, tick=tick) as temporary:

@@ -293,7 +293,7 @@ def test_json_of_export(inside: Path, capsys: pytest.CaptureFixture[str]) -> Non
     body = parsed(capsys, *args)
     assert body.keys() == {"folder", "options", "versions", "stages", "parity", "passed", "redone"}
     assert body["passed"] is True and body["folder"] == "spoken" and body["options"]["context"] == CONTEXT
-    assert [s["stage"] for s in body["stages"]] == ["tokenizer", "weights", "onnx", "contract", "parity"]
+    assert [s["stage"] for s in body["stages"]] == ["tokenizer", "weights", "onnx", "sanitize", "contract", "parity"]
     assert body["parity"][0]["summary"]["reference"].startswith("transformers 5.")
     capsys.readouterr()
     assert run(*args) == 0
@@ -326,7 +326,7 @@ def test_end_of_a_qnn_export_fits_80_columns(capsys: pytest.CaptureFixture[str])
 
     facts = {"npu_ops": {"Gemm": 714}, "binary_bytes": 123_456_789, "chip": "sc8380xp",
              "version": "onnxruntime-qnn 2.7.0, QAIRT 2.51.0"}  # fmt: skip
-    names = ["weights", "onnx", "cut-prefill_128", "qnn-decode_part10", "qnn-prefill_128_part10"]
+    names = ["weights", "onnx", "sanitize", "cut-prefill_128", "qnn-decode_part10", "qnn-prefill_128_part10"]
     stages = [
         {"stage": name, "seconds": 5000.0, "peak_rss_anon_bytes": 10**10, "bytes": 10**10, "facts": facts}
         for name in names

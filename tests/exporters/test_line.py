@@ -26,8 +26,8 @@ from ringstep import console
 from ringstep.contract import StepSpec
 from ringstep.manifest import Manifest, open_folder
 
-STAGES = ["tokenizer", "weights", "onnx", "contract"]
-QNN_STAGES = ["tokenizer", "weights", "onnx", "qnn-decode", "contract"]
+STAGES = ["tokenizer", "weights", "onnx", "sanitize", "contract"]
+QNN_STAGES = ["tokenizer", "weights", "onnx", "sanitize", "qnn-decode", "contract"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,26 +101,27 @@ def test_nothing_changed(out: Path) -> None:
 
 
 def test_context_redoes_graphs_alone(out: Path) -> None:
-    assert built(out, context=40) == ["onnx", "contract"]
+    assert built(out, context=40) == ["onnx", "sanitize", "contract"]
     assert StepSpec.load(out).context == 40
 
 
 def test_chunk_comes_and_goes(out: Path) -> None:
-    assert built(out, chunk=4) == ["onnx", "contract"]
+    assert built(out, chunk=4) == ["onnx", "sanitize", "contract"]
     assert (out / "onnx/prefill_4.onnx").is_file()
-    assert built(out) == ["onnx", "contract"]
+    assert built(out) == ["onnx", "sanitize", "contract"]
     assert not (out / "onnx/prefill_4.onnx").exists()
 
 
 def test_precision_redoes_weights(out: Path) -> None:
     size = (out / "onnx/weights.bin").stat().st_size
-    assert built(out, precision="fp16") == ["weights", "onnx", "contract"]
+    assert built(out, precision="fp16") == ["weights", "onnx", "sanitize", "contract"]
     assert (out / "onnx/weights.bin").stat().st_size < 0.6 * size
 
 
 @pytest.mark.parametrize(
     ("file", "stages"),
-    [("onnx/weights.bin", ["weights"]), ("onnx/decode.onnx", ["onnx"]), ("step.json", ["contract"])],
+    [("onnx/weights.bin", ["weights"]), ("onnx/decode.traced.onnx", ["onnx"]), ("onnx/decode.onnx", ["sanitize"]),
+     ("step.json", ["contract"])],
 )
 def test_corrupted_file_is_rebuilt(out: Path, file: str, stages: list[str]) -> None:
     before = flip(out / file)
@@ -147,7 +148,7 @@ def test_proof_is_kept_while_it_holds(out: Path, quick_proof: None) -> None:
 
 def test_proof_of_another_state_is_dropped(out: Path, quick_proof: None) -> None:
     assert built(out, parity=True) == ["parity"]
-    assert built(out, embedding="inside") == ["onnx", "contract"]
+    assert built(out, embedding="inside") == ["onnx", "sanitize", "contract"]
     assert not (out / "parity.json").exists() and "parity" not in Manifest.load(out).stages
     assert built(out, embedding="inside", parity=True) == ["parity"]
 
@@ -199,7 +200,7 @@ def test_killed_then_interrupted_then_finished(tmp_path: Path) -> None:
         wait_for_stage(out, process, "qnn-decode")
         process.send_signal(signal.SIGKILL)
         assert process.wait(10) == -signal.SIGKILL
-    assert list(Manifest.load(out).stages) == QNN_STAGES[:3]
+    assert list(Manifest.load(out).stages) == QNN_STAGES[:4]
     assert not (out / "step.json").exists()
     times = {p: p.stat().st_mtime_ns for p in (out / "onnx").iterdir()}
 
@@ -213,9 +214,9 @@ def test_killed_then_interrupted_then_finished(tmp_path: Path) -> None:
     # click begins a new line after the terminal's ^C.
     assert stderr.lstrip() == "ringstep: error: interrupted; nothing is half-written, the same command resumes\n"
     assert temporaries(out) == []
-    assert list(Manifest.load(out).stages) == QNN_STAGES[:3]
+    assert list(Manifest.load(out).stages) == QNN_STAGES[:4]
 
-    assert built(out, format="qnn", device="galaxy-s25") == QNN_STAGES[3:]
+    assert built(out, format="qnn", device="galaxy-s25") == QNN_STAGES[4:]
     assert {p: p.stat().st_mtime_ns for p in (out / "onnx").iterdir()} == times
 
 

@@ -59,7 +59,8 @@ def simulated(whole: Path, golden: dict[str, np.ndarray]) -> np.ndarray:
 
 def test_contexts_and_no_operation_on_the_cpu(whole: Path) -> None:
     manifest = Manifest.load(whole)
-    assert list(manifest.stages) == ["tokenizer", "weights", "onnx", "qnn-decode", "qnn-prefill_8", "contract"]
+    first, second = ["tokenizer", "weights", "onnx", "sanitize"], ["qnn-decode", "qnn-prefill_8", "contract"]
+    assert list(manifest.stages) == first + second
     for name in ("decode", "prefill_8"):
         # One EPContext node is all there is: nothing is left for the CPU.
         binary = check_context(whole / f"qnn/{name}_ctx.onnx")
