@@ -1,8 +1,8 @@
 """SiLU, QuickGelu and Sigmoid where HTP's fp16 Sigmoid is wrong: on the negative side, where gates live.
 
-x ┬ (Mul c) ─ Sigmoid ─ Mul   becomes   x ┬ Mul 0.5 ┬─────────── Mul ┬──────────── Add
-  └─────────────────────┘                 │         └ Abs ─ Tanh ────│────── Mul ──┘
-                                          └ Clip(-40, 0) ─ Exp ──┘   └───────┘
+x ┬ (Mul c) ─ Sigmoid ─ Mul   becomes   x ┬ Mul 0.5 ┬──────────────────────── Mul
+  └─────────────────────┘                 │         └ Abs ─ Tanh ─ Add 1 ─ Mul ┘
+                                          └ Clip(-40, 0) ─ Exp ────────────┘
 """
 
 from __future__ import annotations
@@ -27,24 +27,18 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         x, scale = found
         low, high = sorted(bound * scale for bound in forms.span(x, target))
-        gain = forms.gain("SiLU", target, (low, high))
+        gain = forms.gain(target, "SiLU/native", "SiLU/tanh-abs", (low, high))
         if gain:
-            write = forms.Writer(node, node.outputs[0])
-            gate = next((v.producer() for v in node.inputs if v and graphs.made_by(v, "Sigmoid")), None)
-            graphs.replace(node.outputs[0], forms.silu(write, x, scale))
-            graphs.remove(node)
-            _prune(gate)
+            forms.swap(node, forms.silu(forms.Writer(node, node.outputs[0]), x, scale))
             changes.append(Change(node.name or node.op_type, gain))
     for node in graphs.every_node(model):
-        if node.op_type != "Sigmoid" or not forms.floating(node.inputs[0]) or node.graph is None:
-            continue
-        x = node.inputs[0]
-        assert x is not None
-        gain = forms.gain("Sigmoid", target, forms.span(x, target))
-        if gain:
-            graphs.replace(node.outputs[0], forms.sigmoid(forms.Writer(node, node.outputs[0]), x))
-            graphs.remove(node)
-            changes.append(Change(node.name or node.op_type, gain))
+        if node.op_type == "Sigmoid" and node.domain in ("", "ai.onnx") and forms.floating(node.inputs[0]):
+            gate_x = node.inputs[0]
+            assert gate_x is not None
+            gain = forms.gain(target, "Sigmoid/native", "Sigmoid/tanh-abs", forms.span(gate_x, target))
+            if gain:
+                forms.swap(node, forms.sigmoid(forms.Writer(node, node.outputs[0]), gate_x))
+                changes.append(Change(node.name or node.op_type, gain))
     return changes
 
 
@@ -70,16 +64,6 @@ def _silu(node: ir.Node) -> tuple[ir.Value, float] | None:
             if a is x and scale is not None and c is not None and c.shape is not None and c.shape.rank() == 0:
                 return x, scale
     return None
-
-
-def _prune(node: ir.Node | None) -> None:
-    """Take out a gate that nothing reads any more, and the product below it."""
-    while node is not None and node.graph is not None and node.op_type in ("Sigmoid", "Mul"):
-        if any(output.uses() or output.is_graph_output() for output in node.outputs):
-            return
-        below = next((v.producer() for v in node.inputs if v is not None and v.producer() is not None), None)
-        graphs.remove(node)
-        node = below
 
 
 PASS = Pass("accurate-sigmoid", "SiLU, QuickGelu and Sigmoid in forms that HTP's fp16 gets right", run, min_db=100.0)

@@ -13,7 +13,7 @@ from sanitize.passes.accurate_sigmoid import PASS
 from sanitize.target import find_target
 
 HTP = find_target("qnn-htp")
-SILU = ["Mul", "Clip", "Exp", "Mul", "Abs", "Tanh", "Mul", "Add"]
+SILU = ["Mul", "Clip", "Exp", "Abs", "Tanh", "Add", "Mul", "Mul"]
 
 
 def wide(*shape: int) -> np.ndarray:
