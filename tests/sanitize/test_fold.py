@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,11 @@ from onnx import helper, numpy_helper
 
 from sanitize.evaluate import FOLDABLE, LIMIT, evaluate
 from sanitize.model_file import read_model, write_model
-from sanitize.passes import dead
-from sanitize.passes.fold import PASS
+from sanitize.passes import dead, fold
 from sanitize.target import find_target
 
 TARGET = find_target("qnn-htp")
+PASS = dataclasses.replace(fold.PASS, min_db=math.inf)  # every value is exact; see fold.PASS for why it promises less
 
 
 def left(model: ir.Model) -> list[str]:
@@ -93,7 +95,8 @@ def test_a_constant_that_goes_makes_room(tmp_path: Path) -> None:
     weights = numpy_helper.from_array(np.random.default_rng(0).normal(size=(32, 48)).astype(np.float32), "w")
     model = parse("g (float[1,32] x) => (float[1,48] y) { t = Add(w, w) y = MatMul(x, t) }")
     model.graph.initializer.append(weights)
-    assert left(check(model, PASS, tmp_path)) == ["MatMul"]
+    # A MatMul whose weight is constant runs another kernel: its last bit differs, that of the weight does not.
+    assert left(check(model, PASS, tmp_path, min_db=120)) == ["MatMul"]
     shared = parse("g (float[1,32] x) => (float[1,48] y, float[1,48] z) { t = Add(w, w) y = MatMul(x, t) z = MatMul(x, w) }")
     shared.graph.initializer.append(weights)
     check(shared, PASS, tmp_path / "shared", changes=0)
@@ -180,8 +183,7 @@ def test_hostile_sizes_and_traps_are_left_alone(tmp_path: Path, text: str) -> No
     onnx.save(model, tmp_path / "a.onnx")
     loaded = read_model(tmp_path / "a.onnx")
     PASS.run(loaded, TARGET)
-    kept = text.split()[2 if text.startswith("y") else -3 if "axis=0" not in text else -3].split("(")[0].split("<")[0]
-    assert any(op == kept for op in ops(loaded)), ops(loaded)
+    assert text.split("y = ")[1].split("(")[0].split("<")[0] in ops(loaded)
 
 
 def test_every_operator_of_the_list_exists() -> None:
