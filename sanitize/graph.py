@@ -25,6 +25,15 @@ def every_graph(model: ir.Model) -> Iterator[ir.Graph]:
     yield from model.graph.subgraphs()
 
 
+def scopes(graph: ir.Graph, around: tuple[ir.Graph, ...] = ()) -> Iterator[tuple[ir.Graph, tuple[ir.Graph, ...]]]:
+    """Every graph with the graphs whose values it may read, itself included."""
+    path = (*around, graph)
+    yield graph, path
+    for node in graph:
+        for body in bodies(node):
+            yield from scopes(body, path)
+
+
 def every_node(model: ir.Model) -> Iterator[ir.Node]:
     """Every node at any depth, in order; nodes may be added and removed meanwhile."""
     yield from list(model.graph.all_nodes())

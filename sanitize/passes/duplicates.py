@@ -26,7 +26,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     """Replace every initializer by an equal one of the same graph or a graph around it; share what siblings hold."""
     kinds: dict[Kind, list[ir.Value]] = {}
     depth: dict[ir.Graph, tuple[ir.Graph, ...]] = {}
-    for graph, path in _scopes(model.graph, ()):
+    for graph, path in graphs.scopes(model.graph):
         depth[graph] = path
         for value in graph.initializers.values():
             tensor = value.const_value
@@ -37,15 +37,6 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         for equal in _equal(values):
             changes += _merge(equal, depth)
     return changes
-
-
-def _scopes(graph: ir.Graph, around: tuple[ir.Graph, ...]) -> Iterator[tuple[ir.Graph, tuple[ir.Graph, ...]]]:
-    """Every graph with the graphs whose values it may read, itself included."""
-    path = (*around, graph)
-    yield graph, path
-    for node in graph:
-        for body in graphs.bodies(node):
-            yield from _scopes(body, path)
 
 
 def _equal(values: list[ir.Value]) -> Iterator[list[ir.Value]]:
