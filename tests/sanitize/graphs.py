@@ -79,7 +79,7 @@ def in_if(model: onnx.ModelProto) -> onnx.ModelProto:
         outputs = []
         for node in graph.node:
             copy = onnx.NodeProto.FromString(node.SerializeToString())
-            copy.name = (node.name or node.op_type) + suffix
+            copy.name = (node.name or f"{node.op_type}_{len(nodes)}") + suffix
             copy.input[:] = [name_of(name) for name in node.input]
             copy.output[:] = [name_of(name) for name in node.output]
             nodes.append(copy)
