@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
+from sanitize.passes import Change
 
 TOLERANCE = {ir.DataType.FLOAT16: 2e-3, ir.DataType.BFLOAT16: 1.6e-2}
 """How far a constant may be off what was meant, relative; a little more than its type's rounding."""
@@ -181,3 +182,31 @@ def static(node: ir.Node, value: ir.Value | None, what: str) -> tuple[int, ...]:
 def refuse(node: ir.Node, what: str) -> RingstepError:
     """The error for a feature that cannot be lowered."""
     return RingstepError(f"node {node.name or node.op_type} ({node.op_type}): {what}")
+
+
+def lower(
+    model: ir.Model, kinds: Iterable[tuple[str, str]], build: Callable[[ir.Node], Sequence[ir.Value | None]], what: str
+) -> list[Change]:
+    """Replace every node of these (domain, operator) kinds by what `build` makes before it, output for output."""
+    wanted = set(kinds)
+    changes = []
+    for node in graphs.every_node(model):
+        if (node.domain if node.domain != "ai.onnx" else "", node.op_type) not in wanted:
+            continue
+        name = node.name or node.op_type
+        for old, new in zip(node.outputs, build(node), strict=False):
+            if new is not None:
+                graphs.replace(old, new)
+        graphs.remove(node)
+        changes.append(Change(name, f"{node.op_type} {what}"))
+    return changes
+
+
+def used(node: ir.Node, at: int) -> bool:
+    """Whether anything reads a node's output."""
+    return at < len(node.outputs) and (bool(node.outputs[at].uses()) or node.outputs[at].is_graph_output())
+
+
+def given(node: ir.Node, at: int) -> ir.Value | None:
+    """A node's input, None where it is left out."""
+    return node.inputs[at] if at < len(node.inputs) else None
