@@ -65,7 +65,7 @@ def test_a_cpu_keeps_it(tmp_path: Path) -> None:
 
 
 def test_packed_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RingstepError, match="rope.*packed"):
+    with pytest.raises(RingstepError, match=r"rope.*packed"):
         check(rotary(microsoft=True, rank=3, is_packed_batching=1), PASS, tmp_path)
 
 
