@@ -59,15 +59,21 @@ def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
     return found[0] if len(found) == 1 else None
 
 
-def last_axis(node: ir.Node, rank: int | None) -> bool:
-    """Whether a Reduce* node reduces the last dim alone and keeps it."""
+def reduced(node: ir.Node) -> int | None:
+    """The one axis that a Reduce* node reduces and keeps, as it is written; None if there are more or it is unknown."""
     if graphs.attribute(node, "keepdims", 1) != 1:
-        return False
+        return None
     axes = graphs.attribute(node, "axes")
     if axes is None and len(node.inputs) > 1:
         found = graphs.array(node.inputs[1])
         axes = None if found is None else found.reshape(-1).tolist()
-    return axes is not None and len(axes) == 1 and (axes[0] == -1 or (rank is not None and axes[0] == rank - 1))
+    return int(axes[0]) if axes is not None and len(axes) == 1 else None
+
+
+def last_axis(node: ir.Node, rank: int | None) -> bool:
+    """Whether a Reduce* node reduces the last dim alone and keeps it."""
+    axis = reduced(node)
+    return axis == -1 or (axis is not None and rank is not None and axis == rank - 1)
 
 
 def rank(value: ir.Value | None) -> int | None:

@@ -11,31 +11,19 @@ garbage on HTP. HTP computes RMSNormalization right at rank 2, or while the thir
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
+from sanitize.norms import Norm, find_norm, same
 from sanitize.opset import raise_opset
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
 OPSET = 23
 SAFE_ROWS = 8  # docs/htp-accuracy.md
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 SMALLEST_PEAK = 1e-3
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A decomposed RMSNorm; `steps` are square, mean, plus eps, root, (reciprocal,) times x."""
-
-    x: ir.Value
-    eps: float
-    weight: ir.Value | None
-    steps: tuple[ir.Node, ...]
-    last: ir.Node
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
@@ -43,7 +31,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     norms: list[Norm] = []
     native: list[ir.Node] = []
     for node in graphs.every_node(model):
-        if node.op_type == "ReduceMean" and (norm := _match(node)) is not None:
+        if node.op_type == "ReduceMean" and (norm := find_norm(node)) is not None:
             norms.append(norm)
         elif _is_other_spelling(node) or _is_unsafe(node, target):
             native.append(node)
@@ -62,72 +50,6 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         casts = [value.producer() for value in (norm.steps[0].inputs[0], norm.steps[-1].inputs[0]) if value]
         match.drop([norm.last, *norm.steps, *(c for c in casts if c is not None and c.op_type == "Cast")])
     return changes + [change for node in native if (change := _respell(node, target)) is not None]
-
-
-def _match(mean: ir.Node) -> Norm | None:
-    square = graphs.made_by(mean.inputs[0], "Mul", "Pow")
-    if square is None or not match.last_axis(mean, match.rank(mean.inputs[0])):
-        return None
-    x = square.inputs[0]
-    if square.op_type == "Mul" and not _same(x, square.inputs[1]):
-        return None
-    if square.op_type == "Pow" and graphs.scalar(square.inputs[1]) != 2:
-        return None
-    add = match.next_node(mean.outputs[0], "Add")
-    eps = match.with_constant(add)
-    if add is None or eps is None or not 0 < eps[1] < 0.1:
-        return None
-    root = match.next_node(add.outputs[0], "Sqrt", "Pow")
-    if root is None or (root.op_type == "Pow" and graphs.scalar(root.inputs[1]) != -0.5):
-        return None
-    steps = [square, mean, add, root]
-    inverse = root.outputs[0]
-    if root.op_type == "Sqrt":
-        over = match.next_node(inverse, "Reciprocal", "Div")
-        if over is None or over.inputs[-1] is not inverse:
-            return None
-        if over.op_type == "Div" and graphs.scalar(over.inputs[0]) != 1:
-            return _weigh(x, over.inputs[0], eps[1], [*steps, over])
-        steps.append(over)
-        inverse = over.outputs[0]
-    scale = match.next_node(inverse, "Mul")
-    return _weigh(x, match.other_input(scale, inverse), eps[1], [*steps, scale]) if scale is not None else None
-
-
-def _weigh(x: ir.Value | None, also: ir.Value | None, eps: float, steps: list[ir.Node]) -> Norm | None:
-    """Follow the normalised value through a Cast back to the model's type, and to its weight."""
-    if x is None or not _same(x, also) or match.inner(x) is None or x.dtype not in FLOATS:
-        return None
-    last = steps[-1]
-    inside = list(steps)
-    # Cast up, normalised, cast back: what the operator does by itself.
-    up, down = graphs.made_by(x, "Cast"), match.next_node(last.outputs[0], "Cast")
-    before = up.inputs[0] if up is not None else None
-    if down is not None and before is not None and before.dtype == down.outputs[0].dtype and before.dtype in FLOATS:
-        x, last = before, down
-        inside.append(down)
-    weight = None
-    times = match.next_node(last.outputs[0], "Mul")
-    if times is not None:
-        other = match.other_input(times, last.outputs[0])
-        if other is not None and other.dtype == x.dtype and _is_weight(other, x):
-            last, weight = times, other
-    return Norm(x, eps, weight, tuple(dict.fromkeys(inside)), last) if match.closed(inside, last) else None
-
-
-def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
-    if a is b:
-        return a is not None
-    one, two = graphs.made_by(a, "Cast"), graphs.made_by(b, "Cast")
-    return one is not None and two is not None and one.inputs[0] is two.inputs[0] and a.dtype == b.dtype  # type: ignore[union-attr]
-
-
-def _is_weight(value: ir.Value, x: ir.Value) -> bool:
-    """Whether a factor is one number for each element of the last dim."""
-    shape, rank = graphs.dims(value), match.rank(x)
-    if not shape or rank is None or len(shape) > rank:
-        return False
-    return shape[-1] == match.inner(x) and math.prod(shape) == shape[-1]
 
 
 def _rms_norm(
@@ -232,7 +154,7 @@ def _keep_in_range(norm: Norm, reason: str, model: ir.Model) -> Change:
     eps = match.emit(square, "Mul", root, root)
     for node in norm.steps:
         for at, value in enumerate(node.inputs):
-            if value is not None and _same(value, x):
+            if value is not None and same(value, x):
                 node.replace_input_with(at, small)
     constant = next(at for at, value in enumerate(add.inputs) if graphs.scalar(value) is not None)
     add.replace_input_with(constant, eps)
