@@ -3,9 +3,11 @@
     python benchmarks/htp_layouts.py [--chip sm8750] [--model smollm2] [--tokens 1] [--precision fp16] [--json]
 
 The models are two layers of SmolLM2-135M and one random layer as wide as Spark-2.5's (hidden 2048), both with a context
-of 128 and a head of 4096 rows, as ringstep exports them in float32. The inputs are the embeddings of random tokens with full caches of noise,
-and calibration sees those compared among others; dB is the SNR of the logits against ONNX Runtime's in float32. All figures but the files' sizes come from the compiler and the
-simulator on a PC: none of them is a latency. Compile seconds are of one run.
+of 128 and a head of 4096 rows, as ringstep exports them in float32. The inputs are the embeddings of random tokens with
+full caches of noise, and calibration sees those compared among others; dB is the SNR of the logits against ONNX
+Runtime's in float32. ONNX operations are those handed to the NPU (Q and DQ included), HTP operations what QNN's profile
+of a run lists, and busy ones those that took any cycles. All comes from the compiler and the simulator on a PC: nothing
+is a latency. Compile seconds are of one run.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import htp_profile
 import numpy as np
 import onnxruntime as ort
 
@@ -32,11 +35,10 @@ from ringstep import console
 from ringstep.checkpoint import open_checkpoint
 from ringstep.contract import StepSpec
 from ringstep.devices import Chip, find_device
-from ringstep.engines.qnn_sim import open_graph
 from ringstep.errors import RingstepError
 from ringstep.parity.metrics import snr_db
 from sanitize.model_file import read_model, write_model
-from sanitize.passes import Pass, linear_as_conv
+from sanitize.passes import Pass, linear_as_conv, merge_projections
 from sanitize.target import find_target
 
 CONTEXT, VOCAB, CALIBRATION = 128, 4096, 8
@@ -48,6 +50,8 @@ SPARK: dict[str, Any] = {
 LAYOUTS: dict[str, tuple[Pass, ...]] = {
     "plain": (),
     "linear-as-conv": (linear_as_conv.PASS,),
+    "merge-projections": (merge_projections.PASS,),
+    "merged, conv": (merge_projections.PASS, linear_as_conv.PASS),
 }
 Feeds = dict[str, np.ndarray]
 
@@ -146,8 +150,9 @@ class Row:
     tokens: int
     precision: str
     layout: str
-    npu_ops: int
-    """Nodes that the NPU took, after ONNX Runtime's rewrites; for QDQ they count their Q and DQ too."""
+    onnx_ops: int
+    htp_ops: int
+    busy_ops: int
     binary_bytes: int
     compile_s: float
     snr_db: float
@@ -165,14 +170,15 @@ def measure(source: Path, passes: tuple[Pass, ...], precision: str, chip: Chip, 
         path = folder / "qdq.onnx"
     report = compile_context(path, folder, chip=chip, fp16=True, name="layout")
     feeds = random_feeds(source, 0)
-    with open_graph(folder / "layout_ctx.onnx", fp16=True) as graph:
-        have = graph.run(feeds)["logits"]
+    outputs, htp_ops, busy = htp_profile.run(folder / "layout_ctx.onnx", feeds)
     want = session(source).run(["logits"], feeds)[0]
     return {
-        "npu_ops": sum(report.npu_ops.values()),
+        "onnx_ops": sum(report.npu_ops.values()),
+        "htp_ops": htp_ops,
+        "busy_ops": busy,
         "binary_bytes": report.binary_bytes,
         "compile_s": round(report.seconds, 1),
-        "snr_db": round(snr_db(want.astype(np.float64), have.astype(np.float64)), 1),
+        "snr_db": round(snr_db(want.astype(np.float64), outputs["logits"].astype(np.float64)), 1),
         "kinds": report.npu_ops,
     }
 
@@ -207,9 +213,9 @@ def main() -> None:
         return
     print(f"{chip.name}, compiled and simulated on a PC; no latencies")
     console.table(
-        "", ["model", "tokens", "precision", "layout", "NPU operations", "binary bytes", "compile s", "SNR dB"],
-        [(r.model, r.tokens, r.precision, r.layout, r.npu_ops, f"{r.binary_bytes:,}", r.compile_s, r.snr_db)
-         for r in rows],
+        "", ["model", "layout", "ONNX", "HTP", "busy", "binary MB", "compile s", "dB"],
+        [(f"{r.model} n={r.tokens} {r.precision}", r.layout, r.onnx_ops, r.htp_ops, r.busy_ops,
+          f"{r.binary_bytes / 1e6:.3f}", r.compile_s, r.snr_db) for r in rows],
     )  # fmt: skip
 
 

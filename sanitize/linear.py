@@ -105,8 +105,38 @@ def lazy(
 
 
 def _region(data: ir.ExternalTensor, offset: int, shape: Sequence[int]) -> ir.ExternalTensor:
-    length = int(np.prod(shape, dtype=np.int64)) * data.dtype.itemsize
+    length = int(np.prod(shape, dtype=np.int64)) * int(data.dtype.itemsize)
     return ir.ExternalTensor(
-        data.location, offset, int(length), data.dtype, shape=ir.Shape(shape), name=data.name or "",
+        data.location, offset, length, data.dtype, shape=ir.Shape(shape), name=data.name or "",
         base_dir=data.base_dir,
     )  # fmt: skip
+
+
+def joined(parts: Sequence[ir.TensorProtocol], axis: int) -> ir.TensorProtocol:
+    """Tensors one behind the other on an axis; parts that lie side by side in one file stay there."""
+    shape = list(parts[0].shape.numpy())
+    shape[axis] = sum(int(part.shape.numpy()[axis]) for part in parts)
+    first = parts[0]
+    if axis == 0 and isinstance(first, ir.ExternalTensor) and _side_by_side(parts):
+        return _region(first, first.offset or 0, shape)
+    make = lambda: ir.tensor(np.concatenate([part.numpy() for part in parts], axis))
+    return ir.LazyTensor(make, first.dtype, ir.Shape(shape), name=first.name)
+
+
+def cut(data: ir.TensorProtocol, start: int, stop: int, axis: int) -> ir.TensorProtocol:
+    """Elements [start, stop) of the first or last axis; rows of a tensor in a file stay there."""
+    shape = list(data.shape.numpy())
+    shape[axis] = stop - start
+    if axis == 0 and isinstance(data, ir.ExternalTensor):
+        row = int(np.prod(shape[1:], dtype=np.int64)) * int(data.dtype.itemsize)
+        return _region(data, (data.offset or 0) + start * row, shape)
+    return lazy(data, shape, lambda array: array[start:stop] if axis == 0 else array[..., start:stop])
+
+
+def _side_by_side(parts: Sequence[ir.TensorProtocol]) -> bool:
+    next_to: tuple[str, int] | None = None
+    for part in parts:
+        if not isinstance(part, ir.ExternalTensor) or next_to not in (None, (part.path, part.offset or 0)):
+            return False
+        next_to = part.path, (part.offset or 0) + part.size * int(part.dtype.itemsize)
+    return True
