@@ -1,6 +1,6 @@
 """What the layout passes change for HTP: operations, size, compile time and accuracy, each layout on and off.
 
-    python benchmarks/htp_layouts.py [--chip sm8750] [--model smollm2] [--tokens 1] [--precision fp16] [--json]
+    python -m benchmarks.htp_layouts [--chip sm8750] [--model smollm2] [--tokens 1] [--precision fp16] [--json]
 
 The models are two layers of SmolLM2-135M and one random layer as wide as Spark-2.5's (hidden 2048), both with a context
 of 128 and a head of 4096 rows, as ringstep exports them in float32. The inputs are the embeddings of random tokens with
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import htp_profile
 import numpy as np
 import onnxruntime as ort
 
+from benchmarks import htp_profile
 from exporters.onnx import export_graphs, graph_file
 from exporters.qnn import compile_context
 from exporters.weights import load_index, write_weights
@@ -38,7 +38,7 @@ from ringstep.devices import Chip, find_device
 from ringstep.errors import RingstepError
 from ringstep.parity.metrics import snr_db
 from sanitize.model_file import read_model, write_model
-from sanitize.passes import Pass, linear_as_conv, merge_projections
+from sanitize.passes import Pass, linear_as_conv, merge_projections, split_heads
 from sanitize.target import find_target
 
 CONTEXT, VOCAB, CALIBRATION = 128, 4096, 8
@@ -51,7 +51,8 @@ LAYOUTS: dict[str, tuple[Pass, ...]] = {
     "plain": (),
     "linear-as-conv": (linear_as_conv.PASS,),
     "merge-projections": (merge_projections.PASS,),
-    "merged, conv": (merge_projections.PASS, linear_as_conv.PASS),
+    "split-heads": (split_heads.PASS,),
+    "merged, as conv": (merge_projections.PASS, linear_as_conv.PASS),
 }
 Feeds = dict[str, np.ndarray]
 
