@@ -113,6 +113,21 @@ def insert(
     return output
 
 
+def split(before: ir.Node, x: ir.Value, sizes: Sequence[int], axis: int, *, name: str) -> tuple[ir.Value, ...]:
+    """Add a Split of a value of known rank before a node; returns the parts."""
+    graph = _graph(before)
+    lengths = constant(before, f"{name}_sizes", np.array(sizes, np.int64))
+    node = ir.node("Split", [x, lengths], {"axis": axis}, num_outputs=len(sizes), name=unique_name(graph, name))
+    assert x.shape is not None, f"the rank of {x.name} is unknown"
+    for i, (size, part) in enumerate(zip(sizes, node.outputs, strict=True)):
+        shape = list(x.shape)
+        shape[axis] = int(size)
+        part.name = unique_name(graph, f"{name}_output_{i}")
+        part.shape, part.type = ir.Shape(shape), x.type
+    graph.insert_before(before, node)
+    return tuple(node.outputs)
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Put `new` wherever `old` was read or returned; a graph output keeps its name."""
     if old is new:
