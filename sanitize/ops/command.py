@@ -1,0 +1,63 @@
+"""`ringstep ops`: measure a chip's operators on the simulator, and write the table that passes and lint read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ringstep import console
+from ringstep.errors import RingstepError
+
+
+@click.command(short_help="Measure a chip's operators on the simulator.")
+@click.option("--chip", required=True, help="Chip or phone, such as sm8750 (see ringstep devices).")
+@click.option("--precision", type=click.Choice(["fp16", "a16"]), default="fp16", show_default=True,
+              help="a16: kernels between 16-bit quantised tensors.")  # fmt: skip
+@click.option("--op", "names", multiple=True, help="Only forms whose name holds this, such as SiLU; may be repeated.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the table, as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw relative errors, .svg or .png (needs matplotlib).")
+@click.option("--json", "json_", is_flag=True, help="Print JSON instead of a table.")
+def ops(chip: str, precision: str, names: tuple[str, ...], out: Path | None, plot: Path | None, json_: bool) -> int:
+    """Measure how accurately CHIP's operators compute, over intervals of their inputs.
+
+    Each operator, and each form of a function that has several, is compiled by Qualcomm's compiler and run on
+    its HTP simulator; the truth is float64 on the very inputs that the NPU got. All figures are simulated.
+    """
+    from ringstep.devices import find_device
+    from sanitize.ops.catalog import all_forms
+    from sanitize.ops.measure import measure
+    from sanitize.ops.table import save
+
+    if plot is not None:
+        from sanitize.ops.plot import draw, require_plot
+
+        require_plot(plot)
+    target = find_device(chip).chip
+    forms = [f for f in all_forms() if not names or any(name.casefold() in f.name.casefold() for name in names)]
+    if not forms:
+        raise RingstepError(f"--op {' '.join(names)}: no form has this in its name; leave it out to see all names")
+    with console.progress(f"measuring {len(forms)} forms for {target.name}", len(forms)) as advance:
+        table = measure(target, precision, forms, advance)
+    if out is not None:
+        save(table, out)
+    if plot is not None:
+        draw(table, plot)
+    if json_:
+        console.print_json({**vars(table), "forms": list(table.forms.values()), "simulated": True})
+        return 0
+    rows = []
+    for form in table.forms.values():
+        worst = min(form.rows, key=lambda row: row.snr_db, default=None)
+        if worst is None:
+            rows.append((form.name, form.ops, "", "refused", ""))
+        else:
+            at = f"{worst.low:g}..{worst.high:g}"
+            median = sorted(row.snr_db for row in form.rows)[len(form.rows) // 2]
+            rows.append((form.name, form.ops, f"{median:.1f}", f"{worst.snr_db:.1f}", at))
+    console.line(f"HTP {precision}, {table.chip} ({table.arch}), simulated, {table.version}")
+    console.table("", ["form", "nodes", "median dB", "worst dB", "at"], rows)
+    for form in table.forms.values():
+        if form.refused:
+            console.line(f"{form.name}: refused: {form.refused}")
+    return 0
