@@ -1,13 +1,14 @@
 """One minimal model an operator, for the survey of what a target takes: every input is data, so nothing folds.
 
 An input is written KIND[dims]: `x` data of the surveyed type in (-1, 1), `p` the same in (1, 2), `w` a constant
-weight of that type and `c` a constant bias; `i32`, `i64`, `u8`, `u16`, `u32`, `f32`, `b` and `str` data of one type whatever
+weight of that type, `r` one in (1, 2) and `c` a bias; `i32`, `i64`, `u8`, `u16`, `u32`, `f32`, `b` and `str` data of one type whatever
 is surveyed, with `!` behind it a constant; `=1,2` a constant list of int64, `u8=3` a constant scalar, `~0.5` a constant
 scalar of the surveyed type, `-` an input left out.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,14 @@ from onnx import TensorProto, defs, helper, numpy_helper
 MICROSOFT = "com.microsoft"
 OPSET = 21
 TYPES = {
-    "fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "a16": TensorProto.FLOAT, "int32": TensorProto.INT32,
+    "fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "a16": TensorProto.FLOAT,
+    "a16 u8": TensorProto.FLOAT, "16x16": TensorProto.FLOAT, "int32": TensorProto.INT32,
     "int64": TensorProto.INT64, "bool": TensorProto.BOOL,
 }  # fmt: skip
 Q_SCALE, Q_ZERO = 1 / 16384, 32768  # uint16 over [-2, 2)
+# What these return in 16 bits is right in one encoding only.
+FIXED_ENCODINGS = {"Sigmoid": (1 / 65536, 0), "HardSigmoid": (1 / 65536, 0), "Tanh": (1 / 32768, 32768)}
+WEIGHTS = {"a16": "int8", "a16 u8": "uint8", "16x16": "uint16"}
 
 X = "x[1,8,16]"
 IMAGE = "x[1,8,6,6]"
@@ -52,7 +57,7 @@ def _ms(op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Case:
 
 UNARY = """Abs Acos Asin Asinh Atan Atanh Ceil Celu Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax
 Identity IsInf IsNaN LeakyRelu LogSoftmax Mish Neg Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softmax Softplus
-Softsign Swish Tan Tanh ThresholdedRelu Dropout LpNormalization Flatten NonZero Shape Size RandomNormalLike
+Softsign Swish Tan Tanh ThresholdedRelu LpNormalization Flatten NonZero Shape RandomNormalLike
 RandomUniformLike EyeLike Not BitwiseNot Bernoulli Unique Det Transpose""".split()
 POSITIVE = "Acosh Log Reciprocal Sqrt".split()
 BINARY = """Add Div Max Min Mean Mul Sub Sum Pow And Or Xor Equal Greater GreaterOrEqual Less LessOrEqual PRelu
@@ -75,18 +80,18 @@ CASES = (
     _case("AveragePool", IMAGE, kernel_shape=[2, 2]),
     _case("AffineGrid", "x[1,2,3]", "=1,2,4,4"),
     _case("Attention", _HEADS, _HEADS, _HEADS),
-    _case("BatchNormalization", IMAGE, "w[8]", "w[8]", "w[8]", "w[8]"),
+    _case("BatchNormalization", IMAGE, "r[8]", "c[8]", "w[8]", "r[8]"),
     _case("BitCast", X, to=TensorProto.INT32),
     _case("BitShift", "u32[1,8]", "u32[1,8]", direction="LEFT"),
     _case("Cast", X, to=TensorProto.INT32),
     _case("CastLike", X, "i32[1]"),
     _case("CausalConvWithState", "x[1,8,16]", "w[8,1,4]", "w[8]", "x[1,8,3]", outputs=2),
     _case("CenterCropPad", X, "=4,8", axes=[1, 2]),
-    _case("Clip", X, "~-0.5", "~0.5"),
+    _case("Clip", X, "~-0.5", "~3"),
     _case("Col2Im", "x[1,8,9]", "=4,4", "=2,2"),
     _case("Compress", X, "b[8]", axis=1),
     _case("Concat", X, X, axis=1),
-    _case("Constant", value_float=1.0), _case("ConstantOfShape", "i64[2]"),
+    _case("Constant", value_float=1.0),
     _case("Conv", IMAGE, "w[4,8,3,3]", "c[4]"),
     _case("ConvInteger", "u8[1,4,6,6]", "u8[4,4,3,3]"),
     _case("ConvTranspose", IMAGE, "w[8,4,3,3]", "c[4]"),
@@ -131,7 +136,7 @@ CASES = (
     _case("RegexFullMatch", "str[4]", pattern="a"),
     _case("Reshape", X, "=1,128"), _case("Resize", IMAGE, "-", "-", "=1,8,12,12"),
     _case("ReverseSequence", "x[8,4,16]", "i64[4]"),
-    _case("RoiAlign", IMAGE, "p[2,4]", "i64[2]"),
+    _case("RoiAlign", "x[2,8,6,6]", "p[2,4]", "i64[2]"),
     _case("RotaryEmbedding", _HEADS, "x[8,8]", "x[8,8]", "i64[1,8]"),
     _case("STFT", "x[1,16,1]", "i64=4", "w[8]", "i64=8"),
     _case("Scatter", X, "i64[1,2,16]", "x[1,2,16]", axis=1, opset=10),
@@ -168,6 +173,10 @@ TEXTS = {
     "Scan": """i = Squeeze(x)
                z, y = Scan(i, i) <num_scan_inputs = 1, body = l (float[8,16] v, float[16] r) => (float[8,16] w, float[16] o)
                                   { w = Add(v, r)  o = Neg(r) }>""",
+    # Beside other nodes: ONNX Runtime removes these, and a graph of no nodes is refused.
+    "Dropout": "a = Abs(x)  d = Dropout(a)  y = Neg(d)",
+    "Size": "s = Size(x)  f = Cast<to = 1>(s)  y = Mul(x, f)",
+    "ConstantOfShape": "s = Shape(x)  f = ConstantOfShape(s)  y = Add(x, f)",
     "SequenceConstruct": "s = SequenceConstruct(x, x)  n = SequenceLength(s)  y = Add(x, x)",
     "SequenceEmpty": "s = SequenceEmpty()  t = SequenceInsert(s, x)  y = ConcatFromSequence<axis = 0>(t)",
     "SequenceAt": "z = Constant<value = int64 {0}>()  s = SequenceConstruct(x, x)  y = SequenceAt(s, z)",
@@ -208,13 +217,20 @@ def types_of(case: Case) -> list[str]:
     if not surveyed:
         return ["any"]
     if case.domain or case.op == "SimplifiedLayerNormalization":
-        return ["fp32", "fp16"] if "uantizeLinear" in case.op else ["fp32", "fp16", "a16"]
+        names = ["fp32", "fp16"] if "uantizeLinear" in case.op else ["fp32", "fp16", "a16"]
+        return names + _more(case, names)
     schema = defs.get_schema(case.op, _opset(case), case.domain)
     allowed = schema.inputs[min(surveyed[0], len(schema.inputs) - 1)].types
     names = [name for name, text in _ONNX_NAMES.items() if f"tensor({text})" in allowed]
     if case.op == "BitCast":
         return ["fp32", "int32"]
-    return [name for name in names if name != "a16" or (case.op != "QuantizeLinear" and not case.opset)]
+    names = [name for name in names if name != "a16" or (case.op != "QuantizeLinear" and not case.opset)]
+    return names + _more(case, names)
+
+
+def _more(case: Case, names: list[str]) -> list[str]:
+    """Weights in other types than int8, where the operator has weights."""
+    return ["a16 u8", "16x16"] if "a16" in names and any(text[0] in "wr" for text in case.inputs) else []
 
 
 def build(case: Case, dtype: str) -> Built:
@@ -239,13 +255,13 @@ def build(case: Case, dtype: str) -> Built:
         else:
             dims = [int(d) for d in match["dims"].split(",") if d]
             array = _data(match["kind"], dims, surveyed, random)
-            floating = match["kind"] in "xpwc" and dtype == "a16"
-            constant = match["kind"] in "wc" or bool(match["constant"])
+            floating = match["kind"] in "xpwrc" and dtype in WEIGHTS
+            constant = match["kind"] in "wrc" or bool(match["constant"])
             (weights if constant else feeds)[name] = array
             if floating:
-                scale, stored = _quantised(match["kind"], array)
+                scale, stored = _quantised(match["kind"], array, WEIGHTS[dtype])
                 (weights if constant else feeds)[name] = stored
-                zero = np.array(Q_ZERO if stored.dtype == np.uint16 else 0, stored.dtype)
+                zero = np.array({"uint16": Q_ZERO, "uint8": 128}.get(stored.dtype.name, 0), stored.dtype)
                 weights |= {f"{name}_scale": np.float32(scale) * np.ones((), np.float32), f"{name}_zero": zero}
                 nodes.append(helper.make_node("DequantizeLinear", [name, f"{name}_scale", f"{name}_zero"], [f"{name}_dq"]))
                 name = f"{name}_dq"
@@ -255,8 +271,9 @@ def build(case: Case, dtype: str) -> Built:
     kinds = _output_types(nodes, weights, feeds, outputs, case)
     results = []
     for output in outputs:
-        if dtype == "a16" and kinds.get(output, TensorProto.FLOAT) == TensorProto.FLOAT:
-            weights |= {"out_scale": np.float32(Q_SCALE) * np.ones((), np.float32), "out_zero": np.array(Q_ZERO, np.uint16)}
+        if dtype in WEIGHTS and kinds.get(output, TensorProto.FLOAT) == TensorProto.FLOAT:
+            scale, middle = FIXED_ENCODINGS.get(case.op, (Q_SCALE, Q_ZERO))
+            weights |= {"out_scale": np.array(scale, np.float32), "out_zero": np.array(middle, np.uint16)}
             nodes.append(helper.make_node("QuantizeLinear", [output, "out_scale", "out_zero"], [f"{output}_q"]))
             results.append(helper.make_value_info(f"{output}_q", helper.make_tensor_type_proto(TensorProto.UINT16, None)))
         else:
@@ -294,19 +311,23 @@ def _data(kind: str, dims: list[int], surveyed: np.dtype[Any], random: np.random
     fixed = _FIXED.get(kind)
     dtype = np.dtype(fixed) if fixed else surveyed
     if dtype.kind == "f":
-        low = 1.0 if kind == "p" else -1.0
-        return np.asarray(random.uniform(low, low + (1 if kind == "p" else 2), dims), dtype)
+        low, span = (1.0, 1.0) if kind in "pr" else (-1.0, 2.0)
+        return np.asarray(random.uniform(low, low + span, dims), dtype)
     if fixed is None and dtype.kind == "i":
-        return np.asarray(random.integers(1, 9, dims), dtype)
+        size = math.prod(dims)
+        return random.integers(1, 9, dims, dtype) if kind == "p" else random.permutation(size).astype(dtype).reshape(dims)
     return np.asarray(random.integers(0, 2, dims), dtype)
 
 
-def _quantised(kind: str, array: np.ndarray) -> tuple[float, np.ndarray]:
-    if kind in "xp":
+def _quantised(kind: str, array: np.ndarray, weight: str) -> tuple[float, np.ndarray]:
+    if kind in "xp" or (kind in "wr" and weight == "uint16"):
         return Q_SCALE, np.asarray(np.clip(np.rint(array / Q_SCALE) + Q_ZERO, 0, 65535), np.uint16)
     if kind == "c":
-        return Q_SCALE / 127, np.rint(array / (Q_SCALE / 127)).astype(np.int32)
-    return 1 / 127, np.rint(array * 127).astype(np.int8)
+        scale = Q_SCALE * (Q_SCALE if weight == "uint16" else 1 / 64)
+        return scale, np.rint(array / scale).astype(np.int32)
+    if weight == "uint8":
+        return 1 / 64, np.clip(np.rint(array * 64) + 128, 0, 255).astype(np.uint8)
+    return 1 / 64, np.clip(np.rint(array * 64), -128, 127).astype(np.int8)
 
 
 def _output_types(

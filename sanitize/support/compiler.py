@@ -22,13 +22,16 @@ class Compiler:
         self.chip = chip
         self.worker: child.Worker | None = None
 
-    def attempt(self, built: cases.Built, *, fp16: bool) -> dict[str, Any]:
-        """Compile and run a model: {"ops": {type: count}, "db": SNR or None}, or {"refused": why}."""
+    def attempt(self, built: cases.Built, *, fp16: bool, outputs: bool = False) -> dict[str, Any]:
+        """Compile and run a model: {"ops": {type: count}, "db": SNR or None}, or {"refused": why}.
+
+        With `outputs` what it computed is there as "out".
+        """
         if self.worker is None or self.worker.pipe.closed:
             self.close()
             self.worker = child.Worker(self.chip.name, explain=qnn.explain)
         try:
-            work = (built.model.SerializeToString(), built.feeds, self.chip.soc_model, fp16)
+            work = (built.model.SerializeToString(), built.feeds, self.chip.soc_model, fp16, outputs)
             result: dict[str, Any] = self.worker.call(try_model, *work, timeout_s=TIMEOUT_SECONDS).value
             return result
         except RingstepError as error:
@@ -42,15 +45,20 @@ class Compiler:
             self.worker.log.unlink(missing_ok=True)
 
 
-def try_model(model: bytes, feeds: dict[str, np.ndarray], soc_model: int, fp16: bool) -> dict[str, Any]:
+def try_model(
+    model: bytes, feeds: dict[str, np.ndarray], soc_model: int, fp16: bool, outputs: bool = False
+) -> dict[str, Any]:
     """In the child: compile, run, compare with the CPU. Raises what ONNX Runtime raises on a refusal."""
     options = qnn.session_options(soc_model=soc_model, fp16=fp16)
     session = onnxruntime.InferenceSession(model, options)
     ops = qnn.assigned_ops(session)
+    session.disable_fallback()
     try:
         got = session.run(None, feeds)
     except Exception as error:
         return {"ops": ops, "db": None, "run": child.one_line(str(error))}
+    if outputs:
+        return {"ops": ops, "db": None, "out": got}
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 4
     try:
