@@ -16,8 +16,19 @@ HALF = np.float32(1 / 16384)  # uint16 over [-2, 2) with zero point 32768
 MIDDLE = np.uint16(32768)
 INF = float("inf")
 
-# Operators by rank: the body of a graph over x of that rank, dims 1, ..., 1, 4, 8.
+_UNARY = """Abs Atan Ceil Cos Elu Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg
+Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Sqrt Tan Tanh LpNormalization""".split()
+_BINARY = "Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul PRelu Pow Sub Sum Mean".split()
+_REDUCE = "ReduceL2 ReduceLogSumExp ReduceMax ReduceMin ReduceSum".split()
+
+# Operators by rank: the body of a graph over x of that rank, dims 1, ..., 2, 3, 4, 8.
 RANKED = {
+    **{op: f"y = {op}(x)" for op in _UNARY}, **{op: f"y = {op}(x, x)" for op in _BINARY},
+    **{op: f"y = {op}(x, last)" for op in _REDUCE}, "And": "y = And(b, b)", "Not": "y = Not(b)",
+    "Clip": "y = Clip(x)", "ArgMax": "y = ArgMax<axis = -1>(x)", "CumSum": "y = CumSum(x, last0)",
+    "Flatten": "y = Flatten(x)", "GatherElements": "y = GatherElements<axis = -1>(x, index)",
+    "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)", "Unsqueeze": "y = Unsqueeze(x, zero)",
+    "TopK": "y, z = TopK(x, two)", "Einsum": 'y = Einsum<equation = "...i,ij->...j">(x, w)',
     "Add": "y = Add(x, x)", "Neg": "y = Neg(x)", "Softmax": "y = Softmax(x)", "MatMul": "y = MatMul(x, w)",
     "Concat": "y = Concat<axis = -1>(x, x)", "ReduceMean": "y = ReduceMean(x, last)", "Gather": "y = Gather<axis = -1>(x, one)",
     "Transpose": "y = Transpose(x)", "Slice": "y = Slice(x, zero, two, last)", "Tile": "y = Tile(x, ones)",
@@ -121,10 +132,27 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         "(float[4] x) => (float[4] y) { r = Range(a, b, c) y = Add(x, r) }",
         {"a": np.float32(0), "b": np.float32(4), "c": np.float32(1)},
     ),
-    "If on data, branches of several nodes": (
+    "If, branches of several nodes": (
         "(bool c, float[2,8] x) => (float[2,8] y) { y = If(c) <then_branch = a () => (float[2,8] t)"
-        " { p = MatMul(x, w) t = Neg(p) }, else_branch = b () => (float[2,8] e) { q = Exp(x) e = Mul(q, q) }> }",
+        " { p = Neg(x) t = Abs(p) }, else_branch = b () => (float[2,8] e) { q = Exp(x) e = Mul(q, q) }> }", {},
+    ),
+    "If, a weight of the outer graph in a branch": (
+        "(bool c, float[2,8] x) => (float[2,8] y) { y = If(c) <then_branch = a () => (float[2,8] t)"
+        " { t = MatMul(x, w) }, else_branch = b () => (float[2,8] e) { e = Neg(x) }> }",
         {"w": np.eye(8, dtype=np.float32)},
+    ),
+    "If, a constant in a branch": (
+        "(bool c, float[2,8] x) => (float[2,8] y) { y = If(c) <then_branch = a () => (float[2,8] t)"
+        " { k = Constant<value = float[1] {2.0}>() t = Mul(x, k) }, else_branch = b () => (float[2,8] e)"
+        " { e = Neg(x) }> }", {},
+    ),
+    "If, an operator that the NPU lacks in a branch": (
+        "(bool c, float[2,8] x) => (float[2,8] y) { y = If(c) <then_branch = a () => (float[2,8] t)"
+        " { t = Acosh(x) }, else_branch = b () => (float[2,8] e) { e = Neg(x) }> }", {},
+    ),
+    "If on a constant": (
+        "(float[2,8] x) => (float[2,8] y) { y = If(k) <then_branch = a () => (float[2,8] t)"
+        " { t = Exp(x) }, else_branch = b () => (float[2,8] e) { e = Neg(x) }> }", {"k": np.array(True)},
     ),
     "RMSNormalization with Mul before Add": (
         "(float[1,4,8] x) => (float[1,4,8] y) { n = RMSNormalization(x, s) y = Add(n, x) }",
@@ -172,8 +200,23 @@ TEXTS |= {
         "w = DequantizeLinear<axis = 1>(q, s) g = MatMul(f, w)", q=np.full((8, 8), 9, np.int8),
         s=np.full(8, 0.01, np.float32)),
     "16x4 MatMul, weights int4 per channel": _quantised(
+        "w = DequantizeLinear<axis = 1>(q, s, z) g = MatMul(f, w)", "2,4,32", "2,4,16", q=("int4", _I4),
+        s=np.full(16, 0.01, np.float32), z=("int4", np.zeros(16))),
+    "16x4 MatMul, weights int4 per channel, no zero point": _quantised(
         "w = DequantizeLinear<axis = 1>(q, s) g = MatMul(f, w)", "2,4,32", "2,4,16", q=("int4", _I4),
         s=np.full(16, 0.01, np.float32)),
+    "16x4 MatMul, weights int4 of one scale, no zero point": _quantised(
+        "w = DequantizeLinear(q, s) g = MatMul(f, w)", "2,4,32", "2,4,16", q=("int4", _I4), s=np.float32(0.01)),
+    "16x4 MatMul, weights uint4 per channel": _quantised(
+        "w = DequantizeLinear<axis = 1>(q, s, z) g = MatMul(f, w)", "2,4,32", "2,4,16", q=("uint4", _I4 + 8),
+        s=np.full(16, 0.01, np.float32), z=("uint4", np.full(16, 8))),
+    "16x2 MatMul, weights int2 per channel": (
+        f"(uint16[2,4,32] x) => (uint16[2,4,16] y) {{ {_DQ} w = DequantizeLinear<axis = 1>(q, s, z)"
+        f" g = MatMul(f, w) {_Q} }}",
+        {**_ENCODINGS, "q": ("int2", _I4 % 3 - 1), "s": np.full(16, 0.1, np.float32), "z": ("int2", np.zeros(16))}),
+    "int4 Gather of quantised rows": (
+        "(int32[4] i) => (float[4,16] y) { g = Gather(q, i) y = DequantizeLinear(g, s) }",
+        {"q": _I4.astype(np.int8), "s": np.float32(0.01)}),
     "blocked DequantizeLinear, int4, activations uint16": _quantised(
         "w = DequantizeLinear<axis = 0, block_size = 16>(q, s) g = MatMul(f, w)", "2,4,32", "2,4,16",
         q=("int4", _I4), s=np.full((2, 16), 0.01, np.float32)),
@@ -225,13 +268,10 @@ def all_probes() -> Iterator[tuple[str, Built]]:
     """Name and model of every probe."""
     for name, (text, constants) in TEXTS.items():
         yield name, build(text, constants)
-    for op, body in RANKED.items():
-        for rank in (4, 5, 6):
-            yield f"{op} of rank {rank}", ranked(body, rank)
     yield "Conv of rank 5 (three spatial dims)", build(
         "(float[1,4,6,6,6] x) => (float[1,4,4,4,4] y) { y = Conv(x, k) }", {"k": np.ones((4, 4, 3, 3, 3), np.float32)})
     for opset in range(OPSET, onnx.defs.onnx_opset_version() + 1):
-        yield f"opset {opset}", build("(float[1,8] x) => (float[1,8] y) { a = Abs(x) y = Transpose(a) }", {}, opset)
+        yield f"opset {opset}", build("(float[1,8] x) => (float[1,8] y) { a = Abs(x) y = Add(a, x) }", {}, opset)
 
 
 def ranked(body: str, rank: int) -> Built:
@@ -240,18 +280,26 @@ def ranked(body: str, rank: int) -> Built:
     dims = [1] * (rank - len(dims)) + dims
     shape = ",".join(map(str, dims))
     named = {
-        "w": np.eye(8, dtype=np.float32), "scale": np.ones(8, np.float32), "ones": np.ones(rank, np.int64),
-        "dims": np.array(dims), "b": np.ones(dims, np.bool_),
+        "scale": np.ones(8, np.float32), "ones": np.ones(rank, np.int64),
+        "dims": np.array(dims), "last0": np.array(-1, np.int64), "index": np.zeros(dims, np.int64),
+        "pads": np.array([0] * (2 * rank - 1) + [1]),
     }  # fmt: skip
-    return build(f"(float[{shape}] x) => (y) {{ {body} }}", named)
+    named = {name: value for name, value in named.items() if f" {name}" in body or f"({name}" in body}
+    if " w)" in body:
+        named["w"] = np.eye(8, dtype=np.float32)
+    condition = f"bool[{shape}] b" if "b" in body.split("(")[1] else ""
+    data = f"float[{shape}] x" if "x" in body.split("(", 1)[1] else ""
+    inputs = ", ".join(filter(None, (condition, data)))
+    return build(f"({inputs}) => (y) {{ {body} }}", named)
 
 
 def build(text: str, constants: dict[str, Any], opset: int = 0) -> Built:
     """A probe's model and random inputs: floats in (-1, 1), integers 0 or 1, uint16 anywhere."""
-    opset = opset or (23 if "RMSNormalization" in text else OPSET)
+    young = {"RMSNormalization" in text: 23, any(isinstance(v, tuple) and v[0] == "int2" for v in constants.values()): 25}
+    opset = opset or young.get(True, OPSET)
     head = f'<ir_version: 10, opset_import: ["": {opset}, "{MICROSOFT}": 1]> probe '
     model = onnx.parser.parse_model(head + text)
-    used = {name for node in model.graph.node for name in node.input} | {"w"}
+    used = {name for node in model.graph.node for name in node.input} | set(constants)
     for name, value in {**{k: np.array(v) for k, v in _INT64.items()}, **constants}.items():
         if name not in used:
             continue
@@ -272,6 +320,13 @@ def build(text: str, constants: dict[str, Any], opset: int = 0) -> Built:
             high = 50000 if dtype == np.uint16 else 2
             feeds[value.name] = np.asarray(random.integers(10000 if high > 2 else 0, high, dims), dtype)
     return Built(model, feeds)
+
+
+def rank_models() -> Iterator[tuple[str, int, Built]]:
+    """Operator, rank and fp32 model of the operators that take a tensor of any rank."""
+    for op, body in RANKED.items():
+        for rank in (5, 6):
+            yield op, rank, ranked(body, rank)
 
 
 def verdict(result: dict[str, Any]) -> str:

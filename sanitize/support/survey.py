@@ -68,6 +68,11 @@ def survey(chip: Chip, data: dict[str, Any]) -> None:
     for probe, built in probes.all_probes():
         result = compiler.attempt(built, fp16=True)
         data["probes"].setdefault(probe, {})[arch] = probes.verdict(result)
+    for op, rank, built in probes.rank_models():
+        takes = set(data["ranks"].setdefault(op, {}).setdefault(f"{rank}", [])) - {arch}
+        if probes.verdict(compiler.attempt(built, fp16=True)) == "taken":
+            takes.add(arch)
+        data["ranks"][op][f"{rank}"] = sorted(takes)
     compiler.close()
 
 
@@ -77,7 +82,7 @@ def main() -> None:
     parser.add_argument("--chip", action="append", help="Chip, such as sm8750; may be given several times.")
     qnn.require()
     data = json.loads(OUT.read_text()) if OUT.exists() else {}
-    data = {"versions": {}, "operators": {}, "rewritten": {}, "wrong": {}, "probes": {}, "refusals": {}} | data
+    data = {"versions": {}, "operators": {}, "rewritten": {}, "wrong": {}, "ranks": {}, "probes": {}, "refusals": {}} | data
     for name in parser.parse_args().chip or CHIPS:
         chip = find_device(name).chip
         start = time.monotonic()
