@@ -29,6 +29,8 @@ PINS = {
         "onnx-ir==1.1.0",
         "numpy==2.4.6",
     ],
+    "onnxslim": ["onnxslim==0.1.98", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
+    "onnxsim": ["onnxsim==0.8.1", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
 }
 
 

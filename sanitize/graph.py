@@ -6,13 +6,14 @@ reaches every use, at any depth.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+
+from sanitize.tensors import to_numpy
 
 NAMES, ROOT = "ringstep.names", "ringstep.root"
 SMALL = 1 << 20  # elements; larger constants are weights, which passes do not read
@@ -22,6 +23,15 @@ def every_graph(model: ir.Model) -> Iterator[ir.Graph]:
     """The main graph, then every subgraph at any depth."""
     yield model.graph
     yield from model.graph.subgraphs()
+
+
+def scopes(graph: ir.Graph, around: tuple[ir.Graph, ...] = ()) -> Iterator[tuple[ir.Graph, tuple[ir.Graph, ...]]]:
+    """Every graph with the graphs whose values it may read, itself included."""
+    path = (*around, graph)
+    yield graph, path
+    for node in graph:
+        for body in bodies(node):
+            yield from scopes(body, path)
 
 
 def every_node(model: ir.Model) -> Iterator[ir.Node]:
@@ -51,8 +61,7 @@ def array(value: ir.Value | None, limit: int = SMALL) -> np.ndarray | None:
     found = tensor(value)
     if found is None or found.size > limit or found.dtype == ir.DataType.STRING:
         return None
-    result: np.ndarray = found.numpy()
-    return result
+    return to_numpy(found)
 
 
 def scalar(value: ir.Value | None) -> float | None:
@@ -104,6 +113,21 @@ def insert(
     return output
 
 
+def split(before: ir.Node, x: ir.Value, sizes: Sequence[int], axis: int, *, name: str) -> tuple[ir.Value, ...]:
+    """Add a Split of a value of known rank before a node; returns the parts."""
+    graph = _graph(before)
+    lengths = constant(before, f"{name}_sizes", np.array(sizes, np.int64))
+    node = ir.node("Split", [x, lengths], {"axis": axis}, num_outputs=len(sizes), name=unique_name(graph, name))
+    assert x.shape is not None, f"the rank of {x.name} is unknown"
+    for i, (size, part) in enumerate(zip(sizes, node.outputs, strict=True)):
+        shape = list(x.shape)
+        shape[axis] = int(size)
+        part.name = unique_name(graph, f"{name}_output_{i}")
+        part.shape, part.type = ir.Shape(shape), x.type
+    graph.insert_before(before, node)
+    return tuple(node.outputs)
+
+
 def replace(old: ir.Value, new: ir.Value) -> None:
     """Put `new` wherever `old` was read or returned; a graph output keeps its name."""
     if old is new:
@@ -126,9 +150,47 @@ def replace(old: ir.Value, new: ir.Value) -> None:
     new.name = name
 
 
+def merge_shape(kept: ir.Value, other: ir.Value) -> None:
+    """Let a value know what is known of the same tensor under another name; inputs and outputs stay as declared."""
+    if kept.type is None:
+        kept.type = other.type
+    declared = kept.is_graph_input() or kept.is_graph_output()
+    if not declared and other.shape is not None and (kept.shape is None or not kept.shape.is_static()):
+        kept.shape = other.shape.copy() if kept.shape is None or other.shape.is_static() else kept.shape
+
+
 def remove(node: ir.Node) -> None:
     """Take out a node whose outputs nothing uses."""
-    _graph(node).remove(node, safe=True)
+    remove_all([node])
+
+
+def remove_all(nodes: Iterable[ir.Node]) -> None:
+    """Take out nodes whose outputs only they themselves use; far quicker than one at a time."""
+    by_graph: dict[ir.Graph, list[ir.Node]] = {}
+    for node in nodes:
+        by_graph.setdefault(_graph(node), []).append(node)
+        detach(node)
+    for graph, members in by_graph.items():
+        graph.remove(members, safe=True)
+
+
+def detach(node: ir.Node) -> None:
+    """Let go of all that a node reads; what its bodies read would otherwise stay in use for ever."""
+    node.resize_inputs(0)
+    for body in bodies(node):
+        for inner in body.all_nodes():
+            inner.resize_inputs(0)
+
+
+def bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs in a node's attributes."""
+    found: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            found.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            found += attribute.as_graphs()
+    return found
 
 
 def users(value: ir.Value) -> list[ir.Node]:
@@ -157,21 +219,20 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 def unique_name(graph: ir.Graph, wanted: str) -> str:
     """A name that no value and no node has, in any graph of the model."""
     root = _root(graph)
-    names: set[str] | None = root.meta.get(NAMES)
-    if names is None:
+    counts: dict[str, int] | None = root.meta.get(NAMES)  # name: the number to try next
+    if counts is None:
         owners = (root, *root.subgraphs())
-        names = {v.name for graph in owners for v in (*graph.inputs, *graph.initializers.values()) if v.name}
+        counts = {v.name: 1 for graph in owners for v in (*graph.inputs, *graph.initializers.values()) if v.name}
         for node in root.all_nodes():
-            names.update(value.name for value in node.outputs if value.name)
+            counts.update((value.name, 1) for value in node.outputs if value.name)
             if node.name:
-                names.add(node.name)
-        root.meta[NAMES] = names
+                counts[node.name] = 1
+        root.meta[NAMES] = counts
     name = wanted
-    for count in itertools.count(1):
-        if name not in names:
-            break
-        name = f"{wanted}_{count}"
-    names.add(name)
+    while name in counts:
+        name = f"{wanted}_{counts[wanted]}"
+        counts[wanted] += 1
+    counts[name] = 1
     return name
 
 

@@ -21,6 +21,7 @@ from onnx_ir.passes.common import InlinePass
 from ringstep.errors import RingstepError
 from ringstep.files import ordinary_size
 from sanitize import graph as graphs
+from sanitize.tensors import nbytes
 from sanitize.wire import INLINE_BYTES, read_skeleton
 
 CHUNK = 16 << 20  # bytes copied at a time where the kernel cannot copy by itself
@@ -134,11 +135,6 @@ def check_external(tensor: ir.ExternalTensor, model_path: Path) -> None:
             f"{where}: needs {needed} bytes, has bytes {offset} to {offset + length} of {location}, which has "
             f"{size}; the files do not belong together"
         )
-
-
-def nbytes(tensor: ir.TensorProtocol) -> int:
-    """Bytes of a tensor as stored; sub-byte types are packed."""
-    return -(-tensor.size * tensor.dtype.bitwidth // 8)
 
 
 def write_model(

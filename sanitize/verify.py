@@ -63,7 +63,6 @@ def verify(before: Path, after: Path, *, inputs: Feeds | None = None, seed: int 
     with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
         feeds = worker.call(_feeds, before.resolve(), inputs, seed, timeout_s=TIMEOUT_SECONDS).value
         want = worker.call(_run, before.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
-    with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
         have = worker.call(_run, after.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
     if missing := sorted(want.keys() - have.keys()):
         raise RingstepError(f"{after.name}: the output {missing[0]!r} is gone")

@@ -77,9 +77,9 @@ def in_if(model: onnx.ModelProto) -> onnx.ModelProto:
         name_of = lambda name: name + suffix if name in made else name
         nodes, tensors = [], []
         outputs = []
-        for node in graph.node:
+        for index, node in enumerate(graph.node):
             copy = onnx.NodeProto.FromString(node.SerializeToString())
-            copy.name = (node.name or f"{node.op_type}_{node.output[0]}") + suffix
+            copy.name = (node.name or f"{node.op_type}_{index}") + suffix
             copy.input[:] = [name_of(name) for name in node.input]
             copy.output[:] = [name_of(name) for name in node.output]
             nodes.append(copy)

@@ -1,0 +1,78 @@
+"""`ringstep lint`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ringstep import console
+
+if TYPE_CHECKING:
+    from sanitize.lint import Finding
+    from sanitize.target import Target
+
+FOUND_ERRORS = 1
+SHOWN = 3  # findings of one rule in the table; -v and --json have all
+
+
+@click.command(short_help="Say what a target would refuse in an ONNX model.")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--target", default="qnn-htp", show_default=True, help="qnn-htp, ort-mobile or xnnpack.")
+@click.option("--chip", help="Phone or chip for qnn-htp. Default: sm8750.")
+@click.option("--precision", type=click.Choice(["fp16", "a16", "fp32"]),
+              help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
+@click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
+@click.option("-v", "--verbose", is_flag=True, help="Every finding, not the first of each rule.")
+def lint(model: Path, target: str, chip: str | None, precision: str | None, json_: bool, verbose: bool) -> int:
+    """Say what a target would refuse or get wrong in the ONNX file MODEL. Leaves with 1 when there are errors."""
+    from sanitize.lint import lint_file
+    from sanitize.target import find_target
+
+    goal = find_target(target, chip, precision)
+    with console.progress("linting"):
+        findings = lint_file(model, goal)
+    counts = {kind: sum(f.severity == kind for f in findings) for kind in ("error", "warning", "note")}
+    if json_:
+        body = {"model": str(model), "target": goal.name, "chip": goal.chip.name if goal.chip else None,
+                "precision": goal.precision, "counts": counts,
+                "findings": [dataclasses.asdict(f) for f in findings]}  # fmt: skip
+        console.print_json(body)
+    else:
+        print_findings(findings, goal, verbose or console.settings.verbose)
+        console.line(summary(model, goal, counts))
+    return FOUND_ERRORS if counts["error"] else 0
+
+
+def print_findings(findings: list[Finding], target: Target, every: bool) -> None:
+    """A table of the findings, errors first, and how to fix each rule's."""
+    order = ("error", "warning", "note")
+    findings = sorted(findings, key=lambda f: order.index(f.severity))
+    totals = Counter(f.rule for f in findings)
+    shown: Counter[str] = Counter()
+    rows = []
+    for f in findings:
+        shown[f.rule] += 1
+        if every or shown[f.rule] <= SHOWN:
+            place = f"{f.where}: " if f.where else ""
+            rows.append((f.severity, f.rule, place + f.node, f.what))
+        if not every and shown[f.rule] == SHOWN + 1:
+            rows.append((f.severity, f.rule, f"and {totals[f.rule] - SHOWN} more", "(-v shows all)"))
+    if not rows:
+        return
+    console.table("", ["", "rule", "node", "what"], rows)
+    print()
+    fixes = dict.fromkeys((f.rule, f.fix, f.fixed_by) for f in findings)
+    for rule, fix, fixed_by in fixes:
+        by = f"; `ringstep sanitize` does it (pass {fixed_by})" if fixed_by else ""
+        console.line(f"{rule}: {fix}{by}")
+
+
+def summary(model: Path, target: Target, counts: dict[str, int]) -> str:
+    """The last line, such as "step.onnx for qnn-htp sm8650 fp16: 2 errors, 1 warning"."""
+    goal = " ".join(filter(None, (target.name, target.chip.name if target.chip else "", target.precision)))
+    found = ", ".join(f"{n} {kind}{'s' if n > 1 else ''}" for kind, n in counts.items() if n)
+    return f"{model.name} for {goal}: {found or 'clean'}"

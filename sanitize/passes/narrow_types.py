@@ -1,0 +1,383 @@
+"""int64 to int32, float64 to float32, chains of casts to one: what the NPU computes with, and half the bytes.
+
+For qnn-htp a set of int64 values that ONNX ties to one type becomes int32 where every operator takes that. Where one
+insists on int64 (Reshape's shape, ScatterND's indices, what ArgMax and TopK return), inputs and outputs of the graph
+become int32 all the same, with a Cast at that operator; within the graph nothing is gained there, and nothing changes.
+Constants are checked to fit; sums and products of them are taken to fit, as the NPU does. Slices and pads keep int64:
+the compiler reads them as parameters.
+
+HTP takes bool nearly everywhere: inputs, outputs, logic, Where's condition, and Reshape, Concat, Gather and their kind.
+The operators in BOOL_DATA, which it refuses on bools, go through int32.
+
+float64 becomes float32, and chains of casts collapse where the first one is exact, on every target.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+from ringstep.errors import RingstepError
+from sanitize import graph as graphs
+from sanitize.passes import Change, Pass
+from sanitize.stream import chunks, mapped
+from sanitize.target import Target
+
+D = ir.DataType
+BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,)}
+PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0}
+"""From this input on, int64 stays: compile-time parameters, and kernels that ONNX Runtime lacks for int32."""
+CONSTANTS = ("Constant", "ConstantOfShape")
+INT32 = np.iinfo(np.int32)
+Slot = tuple[ir.Node, int]
+
+
+def run(model: ir.Model, target: Target) -> list[Change]:
+    """Narrow what the target gains from. Raises RingstepError naming a constant that does not fit, and its value."""
+    changes = _float64(model)
+    if target.htp:
+        changes += _int64(model)
+        changes += _bools(model)
+    return changes + _casts(model)
+
+
+# float64
+
+
+def _float64(model: ir.Model) -> list[Change]:
+    changes = []
+    for graph in graphs.every_graph(model):
+        for value in (*graph.inputs, *graph.initializers.values()):
+            if value.dtype != D.DOUBLE:
+                continue
+            kind = "input" if value.is_graph_input() else "constant"
+            changes.append(Change(value.name or "", f"{kind} float64 -> float32"))
+            value.dtype = D.FLOAT
+            if value.const_value is not None:
+                value.const_value = _to_float32(value.const_value, value.name)
+    for node in graphs.every_node(model):
+        touched = False
+        for output in node.outputs:
+            if output.dtype == D.DOUBLE:
+                output.dtype, touched = D.FLOAT, True
+        for name, attribute in list(node.attributes.items()):
+            if attribute.is_ref():
+                continue
+            if name in ("to", "dtype") and attribute.type == ir.AttributeType.INT and attribute.value == D.DOUBLE:
+                node.attributes[name] = ir.AttrInt64(name, D.FLOAT)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == D.DOUBLE:
+                node.attributes[name] = ir.AttrTensor(name, _to_float32(attribute.as_tensor(), node.name))
+            else:
+                continue
+            touched = True
+        if touched:
+            changes.append(Change(node.name or node.op_type, "float64 -> float32"))
+    return changes
+
+
+def _to_float32(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    most, lowest = np.finfo(np.float32).max, np.finfo(np.float64).max
+    for chunk in chunks(tensor):
+        # The lowest float64 is a mask and becomes the lowest float32.
+        wrong = np.isfinite(chunk) & (np.abs(chunk) > most) & (np.abs(chunk) < lowest)
+        if wrong.any():
+            raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]:g} does not fit in float32; scale the model")
+    return mapped(tensor, D.FLOAT, _clip_float)
+
+
+def _clip_float(chunk: np.ndarray) -> np.ndarray:
+    most = np.finfo(np.float32).max
+    return np.where(np.isinf(chunk), chunk, np.clip(chunk, -most, most)).astype(np.float32)
+
+
+# int64
+
+
+class Ties:
+    """Sets of int64 values that must have one type, and where ONNX insists on int64."""
+
+    def __init__(self) -> None:
+        self.parent: dict[ir.Value, ir.Value] = {}
+        self.insists: set[Slot] = set()
+        """Inputs of nodes that must be int64."""
+        self.made: set[ir.Value] = set()
+        """What nodes return as int64 only."""
+        self.blocked: set[ir.Value] = set()
+
+    def find(self, value: ir.Value) -> ir.Value:
+        root = value
+        while (above := self.parent.setdefault(root, root)) is not root:
+            root = above
+        while self.parent[value] is not root:
+            self.parent[value], value = root, self.parent[value]
+        return root
+
+    def tie(self, values: list[ir.Value | None]) -> None:
+        present = [value for value in values if value is not None]
+        integers = [value for value in present if value.dtype == D.INT64]
+        for value in integers:
+            self.parent[self.find(value)] = self.find(integers[0])
+        if integers and len(integers) < len(present):
+            # One of them has an unknown type.
+            self.blocked.add(integers[0])
+
+
+def _int64(model: ir.Model) -> list[Change]:
+    ties = Ties()
+    for graph in graphs.every_graph(model):
+        for value in (*graph.inputs, *graph.initializers.values()):
+            if value.dtype == D.INT64:
+                ties.find(value)
+    versions = model.graph.opset_imports
+    for node in graphs.every_node(model):
+        _tie(node, ties, versions.get(node.domain, 1))
+    blocked = {ties.find(value) for value in ties.blocked}
+    sets: dict[ir.Value, list[ir.Value]] = defaultdict(list)
+    for value in ties.parent:
+        sets[ties.find(value)].append(value)
+    outer = {*model.graph.inputs, *model.graph.outputs}
+    changes: list[Change] = []
+    for root, members in sets.items():
+        if root in blocked:
+            continue
+        constants = [value for value in members if _is_constant(value)]
+        edges = any(value in ties.made for value in members) or any(
+            (use.node, use.idx) in ties.insists
+            for value in members if value not in constants for use in value.uses()
+        )  # fmt: skip
+        if outer.isdisjoint(members) and (edges or not _free_uses(members, ties)):
+            continue
+        for value in members:
+            changes += _narrow(value, ties, value in outer)
+    return changes
+
+
+def _is_constant(value: ir.Value) -> bool:
+    node = value.producer()
+    return (node is not None and node.op_type == "Constant") or (value.is_initializer() and not value.is_graph_input())
+
+
+def _free_uses(members: list[ir.Value], ties: Ties) -> bool:
+    """Whether anything at all reads these values without insisting on int64."""
+    return any(
+        value.is_graph_output() or any((use.node, use.idx) not in ties.insists for use in value.uses())
+        for value in members
+    )
+
+
+def _tie(node: ir.Node, ties: Ties, version: int) -> None:
+    """Tie a node's int64 inputs and outputs as its schema says."""
+    for output in node.outputs:
+        if output.dtype == D.INT64:
+            ties.find(output)
+    if node.op_type in ("If", "Loop", "Scan") and node.domain in ("", "ai.onnx"):
+        _tie_bodies(node, ties)
+        return
+    if node.op_type in CONSTANTS and node.domain in ("", "ai.onnx"):
+        ties.insists.update((node, i) for i, _ in enumerate(node.inputs))
+        return
+    if node.op_type == "Cast":
+        return
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    if not any(v is not None and v.dtype == D.INT64 for v in (*node.inputs, *node.outputs)):
+        return
+    try:
+        schema = defs.get_schema(node.op_type, version, domain)
+    except defs.SchemaError:
+        schema = None
+    groups: dict[str, list[ir.Value | None]] = defaultdict(list)
+    fed: set[str] = set()
+    first_parameter = PARAMETERS.get(node.op_type, len(node.inputs)) if not domain else len(node.inputs)
+    for index, value in enumerate(node.inputs):
+        if value is None:
+            continue
+        slot = schema.inputs[min(index, len(schema.inputs) - 1)] if schema and schema.inputs else None
+        if slot is None or not slot.is_homogeneous or "tensor(int32)" not in slot.types or index >= first_parameter:
+            if value.dtype == D.INT64:
+                ties.insists.add((node, index))
+            continue
+        groups[slot.type_str].append(value)
+        fed.add(slot.type_str)
+    for index, value in enumerate(node.outputs):
+        slot = schema.outputs[min(index, len(schema.outputs) - 1)] if schema and schema.outputs else None
+        if slot is not None and slot.is_homogeneous and slot.type_str in fed and "tensor(int32)" in slot.types:
+            groups[slot.type_str].append(value)
+        elif value.dtype == D.INT64:
+            ties.made.add(value)
+    for values in groups.values():
+        ties.tie(values)
+
+
+def _tie_bodies(node: ir.Node, ties: Ties) -> None:
+    bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+    if node.op_type == "If":
+        for index, output in enumerate(node.outputs):
+            ties.tie([output, *(body.outputs[index] for body in bodies)])
+        return
+    (body,) = bodies
+    if node.op_type == "Loop":
+        if node.inputs and node.inputs[0] is not None and node.inputs[0].dtype == D.INT64:
+            ties.insists.add((node, 0))
+        if body.inputs:
+            ties.blocked.update({body.inputs[0]} if body.inputs[0].dtype == D.INT64 else ())
+        carried = list(node.inputs[2:])
+        for index, value in enumerate(carried):
+            ties.tie([value, body.inputs[2 + index]])
+        for index, output in enumerate(node.outputs):
+            ties.tie([output, body.outputs[1 + index], *carried[index : index + 1]])
+        return
+    states = len(node.inputs) - int(graphs.attribute(node, "num_scan_inputs", 0))
+    for index, value in enumerate(node.inputs):
+        ties.tie([value, body.inputs[index]])
+    for index, output in enumerate(node.outputs):
+        ties.tie([output, body.outputs[index], *(node.inputs[index : index + 1] if index < states else [])])
+
+
+def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
+    """Make one value int32: its constant, the node that makes it, or a Cast behind that; casts where int64 is wanted."""
+    node, name = value.producer(), value.name or ""
+    kept = [use for use in value.uses() if (use.node, use.idx) in ties.insists]
+    if _is_constant(value) and kept:
+        if not _free_uses([value], ties):
+            return []
+        tensor = graphs.tensor(value)
+        assert tensor is not None
+        copy = _constant_like(value, kept[0].node, _to_int32(tensor, name))
+        graphs.replace(value, copy)
+        for use in kept:
+            use.node.replace_input_with(use.idx, value)
+        return [Change(name, "constant int64 -> int32")]
+    what = "input" if value.is_graph_input() else "output" if outer else "constant"
+    if value in ties.made:
+        assert node is not None
+        cast = _cast_behind(value, kept)
+        return [Change(cast.name or name, f"{what} int64 -> int32")] if outer else []
+    if value.const_value is not None and value.is_initializer():
+        value.const_value = _to_int32(value.const_value, name)
+    elif node is not None and node.op_type in CONSTANTS:
+        tensor = ir.convenience.get_const_tensor(value) if node.op_type == "Constant" else None
+        tensor = tensor or graphs.attribute(node, "value")
+        node.attributes.clear()
+        node.attributes["value"] = ir.AttrTensor("value", _to_int32(tensor, name))
+    elif node is not None and node.op_type == "Cast":
+        node.attributes["to"] = ir.AttrInt64("to", D.INT32)
+    value.dtype = D.INT32
+    for use in kept:
+        wide = graphs.insert(use.node, "Cast", [value], {"to": D.INT64}, name=f"{name}_int64", like=value, dtype=D.INT64)
+        use.node.replace_input_with(use.idx, wide)
+    told = outer or what == "input" or _is_constant(value) or (node is not None and node.op_type in ("Cast", *CONSTANTS))
+    return [Change(name, f"{what if outer or _is_constant(value) else 'tensor'} int64 -> int32")] if told else []
+
+
+def _constant_like(value: ir.Value, near: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initializer in the graph where `value` lives."""
+    graph = value.graph if value.graph is not None else near.graph
+    assert isinstance(graph, ir.Graph)
+    new = graphs.constant(graph, f"{value.name}_int32", np.zeros(0, np.int32))
+    tensor.name = new.name
+    new.const_value, new.shape = tensor, ir.Shape(tensor.shape.numpy())
+    return new
+
+
+def _cast_behind(value: ir.Value, kept: list[ir.Usage]) -> ir.Value:
+    """A Cast to int32 after the node that makes `value`; everyone reads that but those that insist on int64."""
+    node = value.producer()
+    assert node is not None and isinstance(node.graph, ir.Graph)
+    wide = ir.node("Cast", [value], {"to": D.INT32}, name=graphs.unique_name(node.graph, f"{value.name}_int32"))
+    cast = wide.outputs[0]
+    cast.name = graphs.unique_name(node.graph, f"{value.name}_int32_output")
+    cast.dtype, cast.shape = D.INT32, value.shape
+    node.graph.insert_after(node, wide)
+    graphs.replace(value, cast)
+    for use_node, index in [(wide, 0), *((use.node, use.idx) for use in kept)]:
+        use_node.replace_input_with(index, value)
+    return cast
+
+
+def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    for chunk in chunks(tensor):
+        wrong = (chunk < INT32.min) | (chunk > INT32.max)
+        if wrong.any():
+            raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]} does not fit in int32, which the NPU computes with")
+    return mapped(tensor, D.INT32, lambda chunk: chunk.astype(np.int32))
+
+
+# bool and casts
+
+
+def _bools(model: ir.Model) -> list[Change]:
+    """Take the operators that HTP refuses on bools through int32."""
+    changes = []
+    for node in graphs.every_node(model):
+        slots = BOOL_DATA.get(node.op_type)
+        data = [i for i in slots or () if i < len(node.inputs) and node.inputs[i] is not None]
+        if not data or any(node.inputs[i].dtype != D.BOOL for i in data):  # type: ignore[union-attr]
+            continue
+        for i in data:
+            value, name = node.inputs[i], f"{node.name or node.op_type}/int32"
+            wide = graphs.insert(node, "Cast", [value], {"to": D.INT32}, name=name, like=value, dtype=D.INT32)
+            node.replace_input_with(i, wide)
+        if node.op_type != "Equal":
+            old = node.outputs[0]
+            back = ir.node("Cast", [old], {"to": D.BOOL}, name=graphs.unique_name(node.graph, f"{node.name}/bool"))
+            back.outputs[0].name = graphs.unique_name(node.graph, f"{node.name}/bool_output")
+            back.outputs[0].dtype, back.outputs[0].shape = D.BOOL, old.shape
+            node.graph.insert_after(node, back)
+            graphs.replace(old, back.outputs[0])
+            back.replace_input_with(0, old)
+            old.dtype = D.INT32
+        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through int32"))
+    return changes
+
+
+def _casts(model: ir.Model) -> list[Change]:
+    """Read past casts that lose nothing; remove casts to the type a value has."""
+    changes = []
+    for node in graphs.every_node(model):
+        if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or node.inputs[0] is None:
+            continue
+        first = graphs.made_by(node.inputs[0], "Cast")
+        if first is not None and first.inputs[0] is not None and holds(first.inputs[0].dtype, node.inputs[0].dtype):
+            node.replace_input_with(0, first.inputs[0])
+            changes.append(Change(node.name or "Cast", "cast chain collapsed"))
+            _remove_unused(first)
+        if node.inputs[0].dtype == node.outputs[0].dtype is not None and node.graph is not None:
+            changes.append(Change(node.name or "Cast", "cast to its own type removed"))
+            graphs.replace(node.outputs[0], node.inputs[0])
+            _remove_unused(node)
+    return changes
+
+
+BITS = {D.FLOAT16: (11, 5), D.BFLOAT16: (8, 8), D.FLOAT: (24, 8), D.DOUBLE: (53, 11)}
+"""Bits of the significand and of the exponent."""
+INTEGERS = {D.INT8: (7, 1), D.INT16: (15, 1), D.INT32: (31, 1), D.INT64: (63, 1), D.UINT8: (8, 0),
+            D.UINT16: (16, 0), D.UINT32: (32, 0), D.UINT64: (64, 0), D.BOOL: (1, 0)}  # fmt: skip
+"""Bits of the magnitude, and whether there is a sign."""
+
+
+def holds(narrow: ir.DataType | None, wide: ir.DataType | None) -> bool:
+    """Whether every value of the first type is one of the second."""
+    if narrow is None or wide is None:
+        return False
+    if narrow == wide:
+        return narrow in BITS or narrow in INTEGERS
+    if wide == D.BOOL:
+        return False
+    if narrow in BITS and wide in BITS:
+        return all(a <= b for a, b in zip(BITS[narrow], BITS[wide], strict=True))
+    if narrow in INTEGERS and wide in BITS:
+        return INTEGERS[narrow][0] <= BITS[wide][0]
+    if narrow in INTEGERS and wide in INTEGERS:
+        return INTEGERS[narrow][0] <= INTEGERS[wide][0] and INTEGERS[narrow][1] <= INTEGERS[wide][1]
+    return False
+
+
+def _remove_unused(node: ir.Node) -> None:
+    if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+        graphs.remove(node)
+
+
+PASS = Pass("narrow-types", "int64 to int32, float64 to float32, chains of casts to one cast", run, min_db=90.0)

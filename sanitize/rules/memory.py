@@ -1,0 +1,89 @@
+"""What one graph will allocate on the tensor processor, against what it may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from sanitize import graph as graphs
+from sanitize.rules.subject import Hit, Subject
+from sanitize.rules.weights import constants, nbytes
+
+# HTP computes floats in half precision and 64-bit integers in 32 bits.
+NARROWED = {ir.DataType.FLOAT: 16, ir.DataType.DOUBLE: 16, ir.DataType.INT64: 32, ir.DataType.UINT64: 32}
+
+
+def compiled_bytes(dtype: ir.DataType, size: int) -> int:
+    """Bytes of a tensor after compilation."""
+    return -(-size * NARROWED.get(dtype, dtype.bitwidth) // 8)
+
+
+def weight_bytes(subject: Subject) -> int:
+    """Bytes of all constants in the compiled graph, each stored once."""
+    total, seen = 0, set()
+    for value in constants(subject):
+        tensor = value.const_value
+        if tensor is None or not nbytes(tensor):
+            continue
+        place: object = id(tensor)
+        if isinstance(tensor, ir.ExternalTensor):
+            place = (str(tensor.path), tensor.offset)
+        if place not in seen:
+            seen.add(place)
+            total += compiled_bytes(tensor.dtype, tensor.size)
+    return total
+
+
+def live_bytes(subject: Subject) -> int:
+    """Most bytes of activations alive at one time in the main graph, its inputs and outputs throughout."""
+    graph = subject.model.graph
+    edges = {id(v): v for v in (*graph.inputs, *graph.outputs) if not v.is_initializer()}
+    fixed = sum(_value_bytes(value) for value in edges.values())
+    left: Counter[int] = Counter()
+    for node in graph:
+        for value in node.inputs:
+            if value is not None:
+                left[id(value)] += 1
+    alive = most = 0
+    for node in graph:
+        if id(node) in subject.folded:
+            continue
+        for value in node.outputs:
+            if id(value) not in edges:
+                alive += _value_bytes(value)
+        most = max(most, alive)
+        for value in node.inputs:
+            if value is None:
+                continue
+            left[id(value)] -= 1
+            if not left[id(value)] and id(value) not in edges and not subject.constant(value):
+                alive -= _value_bytes(value)
+    return fixed + most
+
+
+def _value_bytes(value: ir.Value) -> int:
+    dims = graphs.dims(value)
+    if dims is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+        return 0
+    size = 1
+    for dim in dims:
+        size *= dim
+    return compiled_bytes(value.dtype, size)
+
+
+def over_limit(subject: Subject) -> Iterator[Hit]:
+    """A graph that the compiler would refuse for its size."""
+    assert subject.target.chip is not None
+    limit = subject.target.chip.graph_limit_mb << 20
+    weights, live = weight_bytes(subject), live_bytes(subject)
+    if weights + live > limit:
+        # Activations are needed in every part.
+        parts = -(-weights // max(1, limit - live)) if live < limit else 0
+        split = f"{max(2, parts)} parts of at most that size would fit" if parts else "its activations alone are too many"
+        yield Hit(
+            "",
+            f"{weights / 2**20:.0f} MiB of weights and {live / 2**20:.0f} MiB of activations exceed "
+            f"{limit / 2**20:.0f} MiB: {split}",
+        )

@@ -1,0 +1,212 @@
+"""Operators that a target lacks, or takes and computes wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+import onnx_ir as ir
+
+from sanitize import graph as graphs
+from sanitize.rules.subject import ONNX, Hit, Subject, element
+
+# Passes that replace operators which a target lacks.
+LOWERED = (
+    "Attention", "RotaryEmbedding", "SimplifiedLayerNormalization", "com.microsoft.MatMulNBits",
+    "com.microsoft.GroupQueryAttention", "com.microsoft.RotaryEmbedding", "com.microsoft.MultiHeadAttention",
+    "com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization", "com.microsoft.BiasGelu",
+    "com.microsoft.FastGelu", "com.microsoft.QuickGelu", "com.microsoft.FusedMatMul", "LayerNormalization",
+    "RMSNormalization",
+)  # fmt: skip
+FIXED_BY = {**{name: "lower" for name in LOWERED}, "Erf": "fuse", "Dropout": "fold", "Identity": "fold"}
+KINDS = {
+    ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
+    ir.DataType.BOOL: "bool",
+}  # fmt: skip
+WEIGHTS = {ir.DataType.UINT8: "a16 u8", ir.DataType.UINT16: "16x16"}
+DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
+CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
+# What these return in 16 bits is right in one encoding only (scale, zero point).
+FIXED_ENCODINGS = {"Sigmoid": (2.0**-16, 0), "HardSigmoid": (2.0**-16, 0), "Tanh": (2.0**-15, 1 << 15)}
+
+
+def full_name(node: ir.Node) -> str:
+    """Operator as the data files have it: the domain in front unless it is ONNX's own."""
+    return node.op_type if node.domain in ONNX else f"{node.domain}.{node.op_type}"
+
+
+def dequantised(value: ir.Value | None) -> ir.Value | None:
+    """The quantised tensor behind a value that a DequantizeLinear makes."""
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    return node.inputs[0]
+
+
+def kind_of(subject: Subject, node: ir.Node) -> str | None:
+    """The type that the survey knows this node's case by; None where it knows none."""
+    index = DATA_INPUT.get(node.op_type, 0)
+    data = node.inputs[index] if len(node.inputs) > index else None
+    if data is None or data.dtype not in KINDS:
+        return None
+    kind = KINDS[data.dtype]
+    if kind != "fp32":
+        return kind
+    source = dequantised(data)
+    if source is None or subject.constant(source):
+        # Floats that are still to be quantised; where some are quantised already, floats are meant to stay.
+        return "a16" if subject.target.precision == "a16" and not subject.quantised else kind
+    for value in node.inputs[1:]:
+        weight = dequantised(value)
+        if weight is not None and subject.constant(weight):
+            return WEIGHTS.get(weight.dtype, "a16") if weight.dtype else "a16"
+    return "a16"
+
+
+def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
+    """Type and architectures that the survey found for a node; None where it has no answer."""
+    entry = subject.support.operators.get(full_name(node))
+    if entry is None:
+        return None
+    kind = kind_of(subject, node)
+    if kind not in entry:
+        kind = "a16" if kind in ("a16 u8", "16x16") and "a16" in entry else "any"
+    if kind not in entry:
+        # An operator surveyed in one type, such as control flow, is judged by it.
+        kind = next(iter(entry)) if len(entry) == 1 else None
+    return (kind, entry[kind]) if kind else None
+
+
+def unsupported(subject: Subject) -> Iterator[Hit]:
+    """The compiler refused the operator's smallest model, or has never heard of it."""
+    assert subject.target.chip is not None
+    chip, arch = subject.target.chip.name, subject.target.chip.htp_arch
+    for place in subject.live:
+        node, name = place.node, full_name(place.node)
+        if node.op_type in CONVERSIONS:
+            continue
+        if name not in subject.support.operators:
+            yield Hit(place.name, f"{chip} knows no operator {name}", place.where)
+            continue
+        found = entry_of(subject, node)
+        if found is None or arch in found[1] or (found[0] in ("fp32", "fp16") and not subject.target.chip.fp16):
+            continue
+        kind, _ = found
+        words = subject.support.refusals.get(arch, {}).get(f"{name} {kind}", "")
+        verb = "crashes the compiler" if words.startswith("crash") else "is refused"
+        others = subject.support.operators[name]
+        narrow = kind == "int64" and arch in others.get("int32", [])
+        passes = "narrow-types" if narrow else FIXED_BY.get(name)
+        fix = f"{name} in int32 is taken" if narrow else None
+        yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=passes, fix=fix)
+
+
+def wrong(subject: Subject) -> Iterator[Hit]:
+    """The compiler takes it; the simulator computed something else, or stopped."""
+    assert subject.target.chip is not None
+    for place in subject.live:
+        found = entry_of(subject, place.node)
+        if found is None:
+            continue
+        name, arch = full_name(place.node), subject.target.chip.htp_arch
+        if arch in subject.support.wrong.get(f"{name} {found[0]}", []):
+            yield Hit(place.name, f"{name} in {found[0]} compiles and then computes something else", place.where)
+
+
+def on_cpu(subject: Subject) -> Iterator[Hit]:
+    """ONNX Runtime's CPU provider, which takes what a delegate does not."""
+    version = graphs.opset(subject.model)
+    for place in subject.places:
+        name = full_name(place.node)
+        entry = subject.support.operators.get(name) if subject.target.name == "ort-mobile" else _cpu_entry(name)
+        if entry is None:
+            yield Hit(place.name, f"the CPU provider has no {name}", place.where, fixed_by=FIXED_BY.get(name))
+            continue
+        if place.node.domain in ONNX and _defined(name, version) > entry["opset"]:
+            what = f"{name} as opset {version} defines it has no kernel, that of opset {entry['opset']} has"
+            yield Hit(place.name, what, place.where)
+            continue
+        index = DATA_INPUT.get(name, 0)
+        data = place.node.inputs[index] if len(place.node.inputs) > index else None
+        kind = KINDS.get(data.dtype) if data is not None and data.dtype else None
+        known = set(entry["types"])
+        if kind and "any" not in known and kind not in known and len(known) > 1:
+            yield Hit(place.name, f"{name} in {element(data)} has no kernel", place.where)
+
+
+def _cpu_entry(name: str) -> dict[str, object] | None:
+    from sanitize.support import load_support
+
+    return load_support("ort-mobile").operators.get(name)
+
+
+def _defined(name: str, version: int) -> int:
+    try:
+        return int(onnx.defs.get_schema(name, version, "").since_version)
+    except onnx.defs.SchemaError:
+        return 0
+
+
+def beside_xnnpack(subject: Subject) -> Iterator[Hit]:
+    """Nodes that run on the CPU provider beside XNNPACK."""
+    for place in subject.live:
+        node, name = place.node, full_name(place.node)
+        entry = subject.support.operators.get(name)
+        if entry is None:
+            if node.op_type not in CONVERSIONS:
+                yield Hit(place.name, f"XNNPACK has no {name}", place.where, severity="note")
+            continue
+        data = graphs.dims(node.inputs[0])
+        if "rank" in entry and data is not None and len(data) != entry["rank"]:
+            what = f"{name} of rank {len(data)}; XNNPACK takes rank {entry['rank']}"
+            yield Hit(place.name, what, place.where)
+        elif any(i < len(node.inputs) and not subject.constant(node.inputs[i]) for i in entry.get("constant", [])):
+            yield Hit(place.name, f"{name} with weights that are no constants", place.where)
+        elif entry.get("last_axis") and data and graphs.attribute(node, "axis", -1) not in (-1, len(data) - 1):
+            yield Hit(place.name, f"{name} over an axis that is not the last", place.where)
+
+
+def nan_guards(subject: Subject) -> Iterator[Hit]:
+    """IsNaN, which exporters put around a softmax."""
+    for place in subject.ops("IsNaN"):
+        yield Hit(place.name, "IsNaN is left from a guard", place.where)
+
+
+def norm_rows(subject: Subject) -> Iterator[Hit]:
+    """RMSNormalization over more rows than its kernel handles."""
+    for place in subject.ops("RMSNormalization", "SimplifiedLayerNormalization"):
+        dims = graphs.dims(place.node.inputs[0])
+        if dims is not None and len(dims) >= 3 and dims[-3] > 8 and dequantised(place.node.inputs[0]) is None:
+            yield Hit(place.name, f"RMSNormalization over {list(dims)}: the third dim from the end exceeds 8", place.where)
+
+
+def output_encodings(subject: Subject) -> Iterator[Hit]:
+    """16-bit Sigmoid, HardSigmoid and Tanh whose output is not in the one encoding that their kernel writes."""
+    for place in subject.ops(*FIXED_ENCODINGS):
+        want_scale, want_zero = FIXED_ENCODINGS[place.node.op_type]
+        for user in graphs.users(place.node.outputs[0]):
+            if user.op_type != "QuantizeLinear" or user.outputs[0].dtype not in (ir.DataType.UINT16, ir.DataType.INT16):
+                continue
+            scale, zero = graphs.scalar(user.inputs[1]), graphs.scalar(user.inputs[2]) if len(user.inputs) > 2 else 0.0
+            if scale is None or zero is None:
+                continue
+            # Half a step over the whole range does no harm: 1/65535 is as good as 1/65536.
+            if abs(scale / want_scale - 1) > 1e-4 or abs(zero - want_zero) > 1:
+                what = f"{place.node.op_type} into scale {scale:.4g}, zero point {zero:.0f}"
+                fix = f"quantise its output with scale {want_scale:.9g}, zero point {want_zero}"
+                yield Hit(place.name, what, place.where, fix=fix)
+
+
+def branches(subject: Subject) -> Iterator[Hit]:
+    """An If that the compiler does not take: its branches read weights of the graph around it."""
+    for place in subject.ops("If"):
+        for attribute in place.node.attributes.values():
+            if attribute.type != ir.AttributeType.GRAPH:
+                continue
+            for node in attribute.as_graph():
+                outer = [v for v in node.inputs if v is not None and v.is_initializer() and v.graph is not node.graph]
+                if outer:
+                    what = f"a branch reads {outer[0].name}, a weight of the graph around it"
+                    yield Hit(place.name, what, place.where)
+                    break
+

@@ -1,0 +1,141 @@
+"""Element types of inputs, outputs and values, constants that a precision cannot hold, forms of quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from sanitize import graph as graphs
+from sanitize.rules.operators import dequantised, full_name
+from sanitize.rules.subject import Hit, Subject, element
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# Where an infinity acts as a mask or a bound; weights of MatMul and Gather are not searched.
+MASKING = ("Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "Concat", "Identity", "Cast", "Reshape",
+           "Slice", "Unsqueeze", "Trilu", "ScatterND", "Softmax", "Gather", "Tile")  # fmt: skip
+MASK_ELEMENTS = 1 << 24
+SHAPED = ("QuantizeLinear", "DequantizeLinear", "Cast")
+
+
+def wide_io(subject: Subject) -> Iterator[Hit]:
+    """int64 and bool inputs and outputs."""
+    for side, value in _io(subject):
+        if value.dtype in (ir.DataType.INT64, ir.DataType.BOOL):
+            yield Hit(str(value.name), f"{side} {value.name} is {element(value)}")
+
+
+def doubles(subject: Subject) -> Iterator[Hit]:
+    """float64 at the edge of the graph, which is refused, and inside it."""
+    for side, value in _io(subject):
+        if value.dtype == ir.DataType.DOUBLE:
+            yield Hit(str(value.name), f"{side} {value.name} is float64", severity="error")
+    for place in subject.live:
+        if any(value.dtype == ir.DataType.DOUBLE and not value.is_graph_output() for value in place.node.outputs):
+            yield Hit(place.name, f"{full_name(place.node)} computes in float64", place.where)
+
+
+def floats_on_fixed_point(subject: Subject) -> Iterator[Hit]:
+    """Floats on a chip that computes integers only."""
+    assert subject.target.chip is not None
+    chip = subject.target.chip
+    if chip.fp16:
+        return
+    if not subject.quantised:
+        yield Hit("", f"the model computes in floats; {chip.name} ({chip.htp_arch}) has none")
+        return
+    for side, value in _io(subject):
+        if value.dtype in FLOATS:
+            yield Hit(str(value.name), f"{side} {value.name} is {element(value)}")
+    for place in subject.live:
+        if place.node.op_type not in SHAPED and _computes_floats(subject, place.node):
+            yield Hit(place.name, f"{full_name(place.node)} computes in floats", place.where)
+
+
+def _computes_floats(subject: Subject, node: ir.Node) -> bool:
+    """Whether a float reaches or leaves a node other than from DequantizeLinear and to QuantizeLinear."""
+    for value in node.inputs:
+        if value is not None and value.dtype in FLOATS and not subject.constant(value) and dequantised(value) is None:
+            return True
+    for value in node.outputs:
+        users = graphs.users(value)
+        if value.dtype in FLOATS and (value.is_graph_output() or any(u.op_type != "QuantizeLinear" for u in users)):
+            return True
+    return False
+
+
+def wide_products(subject: Subject) -> Iterator[Hit]:
+    """16-bit weights (or norms' weights) on chips that multiply 16 by 8 bits."""
+    assert subject.target.chip is not None
+    arch = subject.target.chip.htp_arch
+    for place in subject.ops("MatMul", "Gemm", "Conv", "ConvTranspose", "LayerNormalization", "RMSNormalization"):
+        node = place.node
+        data, weight = (dequantised(v) for v in (*node.inputs, None)[:2])
+        if data is None or weight is None or not _bits16(data) or not _bits16(weight):
+            continue
+        static = subject.constant(weight)
+        taken = subject.support.operators.get(node.op_type, {}).get("16x16", [])
+        if static and arch not in taken:
+            yield Hit(place.name, f"{node.op_type} of 16-bit data and 16-bit weights", place.where)
+        elif not static and subject.support.probes["16x16 MatMul of two activations"].get(arch) != "taken":
+            yield Hit(place.name, f"{node.op_type} of two 16-bit activations", place.where)
+
+
+def _bits16(value: ir.Value) -> bool:
+    return value.dtype in (ir.DataType.UINT16, ir.DataType.INT16)
+
+
+def infinities(subject: Subject) -> Iterator[Hit]:
+    """Infinite constants in masks and bounds."""
+    for graph in graphs.every_graph(subject.model):
+        for value in graph.initializers.values():
+            if _infinite(value):
+                yield Hit(str(value.name), f"the constant {value.name} holds an infinity")
+    for place in subject.places:
+        if place.node.op_type == "Constant" and _infinite(place.node.outputs[0]):
+            yield Hit(place.name, f"the constant {place.node.outputs[0].name} holds an infinity", place.where)
+        if place.node.op_type == "ConstantOfShape" and "value" in place.node.attributes:
+            filling = place.node.attributes["value"].as_tensor().numpy()
+            if filling.dtype.kind == "f" and np.isinf(filling).any():
+                yield Hit(place.name, "ConstantOfShape fills with an infinity", place.where)
+
+
+def _infinite(value: ir.Value) -> bool:
+    if value.dtype not in (*FLOATS, ir.DataType.DOUBLE) or value.dtype == ir.DataType.BFLOAT16:
+        return False
+    if not any(user.op_type in MASKING for user in graphs.users(value)):
+        return False
+    numbers = graphs.array(value, MASK_ELEMENTS)
+    return numbers is not None and bool(np.isinf(numbers).any())
+
+
+def blocked(subject: Subject) -> Iterator[Hit]:
+    """Weights in blocks, as MatMulNBits tools write them; HTP's own two-level form quantises within the graph."""
+    for place in subject.places:
+        node = place.node
+        if node.op_type != "DequantizeLinear" or not graphs.attribute(node, "block_size", 0):
+            continue
+        if graphs.made_by(node.inputs[0], "QuantizeLinear") is None:
+            size = graphs.attribute(node, "block_size")
+            yield Hit(place.name, f"DequantizeLinear of {element(node.inputs[0])} in blocks of {size}", place.where)
+
+
+def signed_nibbles(subject: Subject) -> Iterator[Hit]:
+    """int4 weights without a zero point."""
+    for place in subject.places:
+        node = place.node
+        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT4:
+            missing = len(node.inputs) < 3 or node.inputs[2] is None
+            if missing and not graphs.attribute(node, "block_size", 0):
+                yield Hit(place.name, f"DequantizeLinear of int4 {node.inputs[0].name} has no zero point", place.where)
+
+
+def _io(subject: Subject) -> Iterator[tuple[str, ir.Value]]:
+    for value in subject.model.graph.inputs:
+        if not value.is_initializer():
+            yield "input", value
+    for value in subject.model.graph.outputs:
+        yield "output", value
+
+

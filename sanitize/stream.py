@@ -1,0 +1,47 @@
+"""Constants changed element by element: large ones a chunk at a time, when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+CHUNK = 1 << 20  # elements
+Elementwise = Callable[[np.ndarray], np.ndarray]
+
+
+class Mapped(ir.LazyTensor):
+    """function(source), computed where it is asked for and never held."""
+
+    def __init__(self, source: ir.TensorProtocol, dtype: ir.DataType, function: Elementwise) -> None:
+        whole = lambda: ir.tensor(function(source.numpy()), dtype=dtype)
+        super().__init__(whole, dtype, ir.Shape(source.shape.numpy()), name=source.name)
+        self.source, self.function = source, function
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Write the bytes chunk by chunk."""
+        for chunk in chunks(self.source):
+            file.write(self.function(chunk).tobytes())
+
+
+def chunks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
+    """The elements of a tensor, flat, in pieces; a tensor in a file is mapped, not read whole."""
+    if isinstance(tensor, Mapped):
+        yield from (tensor.function(chunk) for chunk in chunks(tensor.source))
+        return
+    flat = tensor.numpy().reshape(-1)
+    for start in range(0, flat.size, CHUNK):
+        yield flat[start : start + CHUNK]
+    if isinstance(tensor, ir.ExternalTensor):
+        del flat
+        tensor.release()
+
+
+def mapped(source: ir.TensorProtocol, dtype: ir.DataType, function: Elementwise) -> ir.TensorProtocol:
+    """function(source) with its name and shape: computed now if it is small, else when it is written."""
+    if source.size > CHUNK:
+        return Mapped(source, dtype, function)
+    values = np.ascontiguousarray(function(source.numpy()))
+    return ir.tensor(values.reshape(tuple(source.shape.numpy())), dtype=dtype, name=source.name)
