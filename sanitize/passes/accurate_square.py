@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize import match
 from sanitize.passes import Change, Pass, forms
 from sanitize.target import Target
 
@@ -43,12 +44,16 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if node.graph is None or node.domain not in ("", "ai.onnx"):
             continue
         what = ""
-        if (norm := _norm(node, opset)) and _overflows(norm.x, target):
+        if (norm := _norm(node)) and _overflows(norm.x, target):
             forms.swap(node, _scaled(forms.Writer(node, node.outputs[0], opset), norm))
             what = "norm scaled by its largest element: 10 -> 68 dB where |x| reaches 1000 (simulated, sm8750)"
-        elif (axis := _length_axis(node, opset)) is not None and _known_to_overflow(node.inputs[0], target):
-            x = node.inputs[0]
-            assert x is not None
+        elif (
+            node.op_type == "ReduceL2"
+            and (x := node.inputs[0]) is not None
+            and forms.floating(x)
+            and (axis := match.reduced(node)) is not None
+            and _known_to_overflow(x, target)
+        ):
             write = forms.Writer(node, x, opset)
             largest, _, unit = _unit(write, x, axis)
             total = write.reduce("ReduceSum", write("Mul", unit, unit), axis)
@@ -65,7 +70,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     return changes
 
 
-def _norm(node: ir.Node, opset: int) -> _Norm | None:
+def _norm(node: ir.Node) -> _Norm | None:
     """The norm that ends in x * (1 / root), x / root, or x * mean^-0.5."""
     if node.op_type not in ("Mul", "Div") or len(node.inputs) != 2:
         return None
@@ -79,7 +84,7 @@ def _norm(node: ir.Node, opset: int) -> _Norm | None:
             eps, average = graphs.scalar(constant), graphs.made_by(reduced, "ReduceMean")
             if eps is None or eps < 0 or average is None or not _is_square(average.inputs[0], x):
                 continue
-            axis = _axis(average, opset)
+            axis = match.reduced(average)
             if axis is not None:
                 return _Norm(x, axis, eps)
     return None
@@ -112,26 +117,13 @@ def _is_square(value: ir.Value | None, x: ir.Value) -> bool:
     return node.inputs[1] is x if node.op_type == "Mul" else graphs.scalar(node.inputs[1]) == 2.0
 
 
-def _axis(node: ir.Node, opset: int) -> int | None:
-    """The one axis of a reduction that keeps its dims."""
-    axes = graphs.attribute(node, "axes")
-    if opset >= 18 and len(node.inputs) > 1:
-        found = graphs.array(node.inputs[1])
-        axes = None if found is None else [int(axis) for axis in found.reshape(-1)]
-    return int(axes[0]) if axes is not None and len(axes) == 1 and graphs.attribute(node, "keepdims", 1) else None
-
-
-def _length_axis(node: ir.Node, opset: int) -> int | None:
-    return _axis(node, opset) if node.op_type == "ReduceL2" and forms.floating(node.inputs[0]) else None
-
-
 def _overflows(x: ir.Value, target: Target) -> bool:
     """Whether squares may overflow or vanish; without ranges they may."""
     low, high = forms.span(x, target)
     return not SMALL <= max(-low, high) <= LIMIT
 
 
-def _known_to_overflow(x: ir.Value | None, target: Target) -> bool:
+def _known_to_overflow(x: ir.Value, target: Target) -> bool:
     low, high = forms.span(x, target)
     return LIMIT < max(-low, high) < math.inf
 
