@@ -26,6 +26,8 @@ FULL_DB = 74.0  # one rounding to fp16; more says nothing
 GELU_TAIL = (-0.69326301, -0.7969805, -0.32034052, -0.034609737, 0.0044202485, -0.00026355498)
 GELU_END = 6.0
 TANH_LOGIT = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715)
+# log(1 + e) / e for e in 0..1.
+LOG1P = (0.99988818, -0.49637029, 0.30467558, -0.15602763, 0.04106185)
 Span = tuple[float, float]
 EVERYTHING: Span = (-math.inf, math.inf)
 CORE: Span = (-8.0, 8.0)
@@ -125,10 +127,7 @@ def silu(write: Writer, x: ir.Value, scale: float = 1.0) -> ir.Value:
 def gelu(write: Writer, x: ir.Value) -> ir.Value:
     """Gelu/relu5: relu(x) - a exp(fit(a)), a = min(|x|, 6)."""
     size = write("Min", write("Abs", x), GELU_END)
-    total: ir.Value | float = GELU_TAIL[-1]
-    for term in GELU_TAIL[-2::-1]:
-        total = write("Add", write("Mul", size, total), term)
-    return write("Sub", write("Relu", x), write("Mul", size, write("Exp", total)))
+    return write("Sub", write("Relu", x), write("Mul", size, write("Exp", _horner(write, size, GELU_TAIL))))
 
 
 def gelu_tanh(write: Writer, x: ir.Value) -> ir.Value:
@@ -139,6 +138,26 @@ def gelu_tanh(write: Writer, x: ir.Value) -> ir.Value:
     logit = write("Mul", bounded, write("Add", write("Mul", square, TANH_LOGIT[1]), TANH_LOGIT[0]))
     gate = write("Mul", x, write("Sigmoid", write("Abs", logit)))
     return write("Mul", gate, write("Exp", write("Clip", logit, EXP_LOW, 0.0)))
+
+
+def softplus(write: Writer, x: ir.Value) -> ir.Value:
+    """Softplus/fit: relu(x) + e fit(e), e = exp(-|x|)."""
+    e = write("Exp", write("Max", write("Neg", write("Abs", x)), EXP_LOW))
+    return write("Add", write("Relu", x), write("Mul", e, _horner(write, e, LOG1P)))
+
+
+def elu(write: Writer, x: ir.Value, alpha: float) -> ir.Value:
+    """Elu/exp: relu(x) + alpha (exp(min(x, 0)) - 1)."""
+    below = write("Sub", write("Exp", write("Clip", x, EXP_LOW, 0.0)), 1.0)
+    return write("Add", write("Relu", x), below if alpha == 1.0 else write("Mul", below, alpha))
+
+
+def _horner(write: Writer, x: ir.Value, terms: tuple[float, ...]) -> ir.Value:
+    """terms[0] + terms[1] x + ..."""
+    total = write("Add", write("Mul", x, terms[-1]), terms[-2])
+    for term in terms[-3::-1]:
+        total = write("Add", write("Mul", x, total), term)
+    return total
 
 
 def softmax(write: Writer, x: ir.Value, axis: int) -> ir.Value:
