@@ -1,6 +1,6 @@
 """Softplus, Mish and Elu where HTP's fp16 kernels are wrong (27 dB over -4..-1), and x * HardSigmoid(x).
 
-In a float16 graph the compiler makes that product, in this order, an operator whose results are garbage;
+In a float16 graph the plugin makes that product of named nodes, in this order, an operator whose results are garbage;
 HardSigmoid(x) * x is right.
 """
 

@@ -215,8 +215,9 @@ def test_each_form_gains(tmp_path: Path) -> None:
 
 
 def test_hard_swish_in_the_order_that_works(tmp_path: Path) -> None:
+    # Nodes without names escape.
     text = """<ir_version: 10, opset_import: ["" : 21]> g (float16[4,256] x) => (float16[4,256] y) {
-        h = HardSigmoid<alpha = 0.16666667, beta = 0.5>(x) y = Mul(x, h) }"""
+        [gate] h = HardSigmoid<alpha = 0.16666667, beta = 0.5>(x) [product] y = Mul(x, h) }"""
     path = tmp_path / "m.onnx"
     path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
     x = np.linspace(-8, 8, 1024).reshape(4, 256).astype(np.float16)
