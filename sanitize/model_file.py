@@ -253,8 +253,11 @@ def _need_space(folder: Path, moved: list[tuple[ir.TensorProtocol, int]]) -> Non
 def _copy(tensor: ir.TensorProtocol, out: BinaryIO, tick: Tick) -> None:
     """Append a tensor's bytes; those of an external one go from file to file, through the kernel where it can."""
     if not isinstance(tensor, ir.ExternalTensor):
-        # One tensor at a time: a converted weight lives only here.
-        out.write(tensor.tobytes())
+        # One tensor at a time: a converted weight lives only here, or not even here (sanitize/stream.py).
+        if isinstance(tensor, ir.LazyTensor):
+            tensor.tofile(out)
+        else:
+            out.write(tensor.tobytes())
         tick(nbytes(tensor))
         return
     left, at = nbytes(tensor), tensor.offset or 0
