@@ -7,7 +7,7 @@ Constants are checked to fit; sums and products of them are taken to fit, as the
 the compiler reads them as parameters.
 
 HTP takes bool nearly everywhere: inputs, outputs, logic, Where's condition, and Reshape, Concat, Gather and their kind.
-The operators in BOOL_DATA, which it refuses on bools, go through int32.
+The operators in BOOL_DATA, which it refuses on bools, go through int32; Pad, which it refuses on int32, through float.
 
 float64 becomes float32, and chains of casts collapse where the first one is exact, on every target.
 """
@@ -27,7 +27,9 @@ from sanitize.stream import chunks, mapped
 from sanitize.target import Target
 
 D = ir.DataType
-BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,)}
+BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,),
+             "GatherND": (0,), "ScatterElements": (0, 2)}  # fmt: skip
+"""Operators that HTP refuses on bools, with the inputs that hold them."""
 PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0}
 """From this input on, int64 stays: compile-time parameters, and kernels that ONNX Runtime lacks for int32."""
 CONSTANTS = ("Constant", "ConstantOfShape")
@@ -310,7 +312,7 @@ def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 
 def _bools(model: ir.Model) -> list[Change]:
-    """Take the operators that HTP refuses on bools through int32."""
+    """Take the operators that HTP refuses on bools through a type that it takes."""
     changes = []
     for node in graphs.every_node(model):
         graph, slots = node.graph, BOOL_DATA.get(node.op_type, ())
@@ -318,9 +320,10 @@ def _bools(model: ir.Model) -> list[Change]:
         assert isinstance(graph, ir.Graph)
         if not data or any(node.inputs[i].dtype != D.BOOL for i in data):  # type: ignore[union-attr]
             continue
+        kind = D.FLOAT if node.op_type == "Pad" else D.INT32
         for i in data:
-            value, name = node.inputs[i], f"{node.name or node.op_type}/int32"
-            wide = graphs.insert(node, "Cast", [value], {"to": D.INT32}, name=name, like=value, dtype=D.INT32)
+            value, name = node.inputs[i], f"{node.name or node.op_type}/{kind.name.lower()}"
+            wide = graphs.insert(node, "Cast", [value], {"to": kind}, name=name, like=value, dtype=kind)
             node.replace_input_with(i, wide)
         if node.op_type != "Equal":
             old = node.outputs[0]
@@ -330,8 +333,8 @@ def _bools(model: ir.Model) -> list[Change]:
             graph.insert_after(node, back)
             graphs.replace(old, back.outputs[0])
             back.replace_input_with(0, old)
-            old.dtype = D.INT32
-        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through int32"))
+            old.dtype = kind
+        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through {kind.name.lower()}"))
     return changes
 
 

@@ -203,13 +203,16 @@ BOOLS = {
     "pad": "p = Pad(a, pads) s = Not(p) y = Slice(s, zero, three, one)",
     "reduce max": "m = ReduceMax(a, one) y = And(m, b)",
     "reduce min": "m = ReduceMin(a, one) y = Or(m, b)",
+    "gather nd": "g = GatherND(a, cells) y = And(g, b)",
+    "scatter": "y = ScatterElements(a, rows, b)",
 }
 
 
 @pytest.mark.parametrize("name", BOOLS)
 def test_bools_go_through_int32_where_htp_refuses_them(tmp_path: Path, name: str) -> None:
     text = f"""g (bool[2,3] a, bool[2,3] b) => (bool[2,3] y) <bool[1] no = {{0}}, int64[4] pads = {{0,0,0,2}},
-        int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] three = {{3}}> {{ {BOOLS[name]} }}"""
+        int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] three = {{3}}, int64[2,3] rows = {{0,1,0,1,0,1}},
+        int64[2,3,2] cells = {{0,0,0,1,1,2,1,1,1,0,0,2}}> {{ {BOOLS[name]} }}"""
     folder = tmp_path
     if name == "where":  # ONNX Runtime lacks it on bools, so there is nothing to compare with
         model, changes = narrowed(parse(text), folder)
