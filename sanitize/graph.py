@@ -36,7 +36,16 @@ def scopes(graph: ir.Graph, around: tuple[ir.Graph, ...] = ()) -> Iterator[tuple
 
 def every_node(model: ir.Model) -> Iterator[ir.Node]:
     """Every node at any depth, in order; nodes may be added and removed meanwhile."""
-    yield from list(model.graph.all_nodes())
+    found: list[ir.Node] = []
+    _collect(model.graph, found)
+    yield from found
+
+
+def _collect(graph: ir.Graph, found: list[ir.Node]) -> None:
+    for node in graph:
+        found.append(node)
+        for body in bodies(node):
+            _collect(body, found)
 
 
 def opset(model: ir.Model) -> int:
@@ -185,6 +194,8 @@ def detach(node: ir.Node) -> None:
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs in a node's attributes."""
     found: list[ir.Graph] = []
+    if not node.attributes:
+        return found
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             found.append(attribute.as_graph())
@@ -255,12 +266,15 @@ def adopt(model: ir.Model) -> None:
 def infer_types(model: ir.Model) -> None:
     """Fill in dtypes and shapes that are not known yet, by onnx's own inference; what it cannot infer stays open."""
     adopt(model)
+    _merge(model.graph, inferred(ir.serde.serialize_model(model)).graph)
+
+
+def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model with the types that onnx infers; the same where it fails: passes ask for what they need."""
     try:
-        proto = ir.serde.serialize_model(model)
-        inferred = onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
+        return onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
     except Exception:
-        return  # a hint is missing, nothing more: passes ask for what they need
-    _merge(model.graph, inferred.graph)
+        return proto
 
 
 def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:
