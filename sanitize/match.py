@@ -163,7 +163,7 @@ def _infer(node: ir.Node) -> None:
             value.shape = ir.serde.deserialize_type_proto_for_shape(kind)
 
 
-def floats(value: ir.Value, numbers: Sequence[float] | float) -> np.ndarray:
+def floats(value: ir.Value, numbers: Any) -> np.ndarray:
     """Numbers in the value's float type."""
     kind = value.dtype or ir.DataType.FLOAT
     return np.array(numbers, dtype=kind.numpy())

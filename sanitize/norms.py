@@ -25,7 +25,7 @@ class Norm:
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
-    """The RMSNorm that takes the mean of its squares here; None if it is none or its inner values are read elsewhere."""
+    """The RMSNorm whose mean of squares this is; None if it is none or its inner values are read elsewhere."""
     square = graphs.made_by(mean.inputs[0], "Mul", "Pow")
     if square is None or not match.last_axis(mean, match.rank(mean.inputs[0])):
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
@@ -49,7 +48,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         old, name = norm.last.outputs[0], norm.last.name or norm.last.op_type
         size = match.inner(norm.x)
         assert size is not None
-        weight = norm.weight or graphs.constant(norm.last, f"{name}/ones", match.floats(norm.x, np.ones(size)))
+        weight = norm.weight or graphs.constant(norm.last, f"{name}/ones", match.floats(norm.x, [1.0] * size))
         vectors = [v if match.rank(v) == 1 else match.emit(norm.last, "Reshape", v, match.ints(size))
                    for v in (weight, norm.bias) if v is not None]  # fmt: skip
         new = graphs.insert(
