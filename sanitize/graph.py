@@ -255,11 +255,19 @@ def adopt(model: ir.Model) -> None:
 def infer_types(model: ir.Model) -> None:
     """Fill in dtypes and shapes that are not known yet, by onnx's own inference; what it cannot infer stays open."""
     adopt(model)
+    # A protobuf would compute and hold every weight that is computed when it is written.
+    weights = (value for graph in every_graph(model) for value in graph.initializers.values())
+    lazy = [(value, value.const_value) for value in weights if isinstance(value.const_value, ir.LazyTensor)]
     try:
+        for value, data in lazy:
+            value.const_value = ir.ExternalTensor("later", 0, 0, data.dtype, shape=data.shape, name=value.name or "")
         proto = ir.serde.serialize_model(model)
         inferred = onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
     except Exception:
         return  # a hint is missing, nothing more: passes ask for what they need
+    finally:
+        for value, data in lazy:
+            value.const_value = data
     _merge(model.graph, inferred.graph)
 
 
