@@ -79,7 +79,10 @@ def _match(mean: ir.Node) -> Found | None:
         return None
     # The same difference may have been computed twice.
     twins = [d for step in norm.steps for v in step.inputs if (d := graphs.made_by(v, "Sub")) and same(v, norm.x)]
-    nodes = [*norm.steps, *twins, apart, average]
+    casts = [
+        c for step in norm.steps for v in step.inputs if (c := graphs.made_by(v, "Cast")) and c.inputs[0] is norm.x
+    ]
+    nodes = [*norm.steps, *twins, *casts, apart, average]
     last, weight = norm.last, norm.weight
     if weight is None:
         before, down = cast_back(x, last)
