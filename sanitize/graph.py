@@ -266,7 +266,17 @@ def adopt(model: ir.Model) -> None:
 def infer_types(model: ir.Model) -> None:
     """Fill in dtypes and shapes that are not known yet, by onnx's own inference; what it cannot infer stays open."""
     adopt(model)
-    _merge(model.graph, inferred(ir.serde.serialize_model(model)).graph)
+    # A protobuf would compute and hold every weight that is computed when it is written.
+    weights = (value for graph in every_graph(model) for value in graph.initializers.values())
+    lazy = [(value, value.const_value) for value in weights if isinstance(value.const_value, ir.LazyTensor)]
+    try:
+        for value, data in lazy:
+            value.const_value = ir.ExternalTensor("later", 0, 0, data.dtype, shape=data.shape, name=value.name or "")
+        proto = ir.serde.serialize_model(model)
+    finally:
+        for value, data in lazy:
+            value.const_value = data
+    _merge(model.graph, inferred(proto).graph)
 
 
 def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
