@@ -26,7 +26,7 @@ from sanitize.ops.forms import (
 
 NORM_SPREADS = (1.0, 8.0, 40.0, 200.0, 1000.0, 10000.0)
 NORM_A16_SPREADS = (1.0, 8.0, 40.0)
-WIDTHS = (64, 512, 2048)
+WIDTHS = (64, 129, 512, 2048)  # at 129 a kernel has one value left over
 
 
 def exp_shifted(op: Ops, x: str) -> str:

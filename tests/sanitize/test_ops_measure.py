@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from sanitize.ops.table import load, read
 FORMS = {form.name: form for form in all_forms()}
 SM8750 = find_device("sm8750").chip
 # Approximations, in dB on -8..8; everything else is an identity.
-FITS = {"Gelu/newton": 60, "Gelu/abs": 60, "Gelu/tanh": 60, "Gelu/relu": 70, "Gelu/relu5": 80, "GeluTanh/relu": 70,
-        "Softplus/fit": 70, "Mish/fit": 70, "Erf/tanh": 55, "RMSNorm/scaled": 30}  # fmt: skip
+FITS = {"Gelu/newton": 80, "Gelu/abs": 80, "Gelu/tanh": 80, "Gelu/relu": 86, "Gelu/relu5": 105, "GeluTanh/relu": 85,
+        "Softplus/fit": 93, "Mish/fit": 99, "Erf/tanh": 70, "RMSNorm/scaled": 35}  # fmt: skip
 # onnx's reference evaluator has none of these, or another idea of them.
 NOT_EVALUATED = {"RMSNorm/LpNormalization"}
 
@@ -64,7 +65,7 @@ def test_a_form_computes_its_function(name: str) -> None:
             continue
         nodes, names = measuring._nodes(form, case.size, len(case.inputs))
         got = measuring._evaluate(nodes, dict(zip(names, case.inputs, strict=True)))["y"]
-        assert snr_db(form.exact(*case.inputs), got) > FITS.get(name, 85), case
+        assert snr_db(form.exact(*case.inputs), got) > FITS.get(name, 90), case
 
 
 def test_names_are_unique_and_fit_the_pattern() -> None:
@@ -74,10 +75,10 @@ def test_names_are_unique_and_fit_the_pattern() -> None:
 
 def test_compare_on_fp16() -> None:
     case = Case(0.0, 1.0, 1, ())
-    truth = np.array([1.0, 2.0, 1e-9, 70000.0, 4.0, 1e-5])
-    row = compare("f", case, truth, np.array([1.0, 2.002, 0.0, np.nan, np.nan, 0.0]))
+    truth = np.array([1.0, 2.0, 1e-9, 70000.0, 4.0, 1e-5, 2e-5])
+    row = compare("f", case, truth, np.array([1.0, 2.002, 0.0, np.nan, np.nan, 0.0, 0.0]))
     assert row is not None
-    assert (row.count, row.nonfinite, row.flushed, row.snr_db) == (5, 1, 1, -300.0)
+    assert (row.count, row.nonfinite, row.flushed, row.snr_db) == (6, 1, 2, -300.0)
     assert row.max_abs == 0.002 and row.max_rel == 0.001 and row.max_steps == 0.0
     clean = compare("f", case, truth[:3], np.array([1.0, 2.0, 0.0]))
     assert clean is not None and clean.snr_db == clean.ideal_db == 300.0  # 1e-9 is zero in fp16
@@ -108,7 +109,10 @@ def on_cpu(model: bytes, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, int]
     return session.run(None, feeds)[0], 3
 
 
-@pytest.mark.parametrize("name", ["Sigmoid/native", "SiLU/abs", "Softmax/explicit", "MatMul", "Div/native", "ReduceMean"])
+ON_CPU = ("Sigmoid/native", "SiLU/abs", "Softmax/explicit", "MatMul", "Div/native", "ReduceMean")
+
+
+@pytest.mark.parametrize("name", ON_CPU)
 def test_the_quantised_graph_is_right_on_a_cpu(name: str) -> None:
     for row in measuring._a16(FORMS[name], on_cpu).rows:
         assert row.max_steps < 30 and row.snr_db > 60 and row.count > 0, row
@@ -151,7 +155,7 @@ def test_a_chip_without_fp16_is_refused() -> None:
 def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(chip, precision, forms, done):
         table = load(chip.name, precision)
-        return type(table)(table.chip, table.arch, precision, table.version, {f.name: table.forms[f.name] for f in forms})
+        return dataclasses.replace(table, forms={form.name: table.forms[form.name] for form in forms})
 
     monkeypatch.setattr(measuring, "measure", fake)
     run = lambda *args: CliRunner().invoke(ops, ["--chip", "galaxy-s25", *map(str, args)])
