@@ -273,6 +273,8 @@ def _reason(message: str) -> str:
     text = re.sub(r"; log: \S+$", "", message).removeprefix("operators: ")
     if "CPU EP" in text or "Unsupported nodes" in text:
         return "the plugin leaves it to the CPU"
+    if "QNNExecutionProvider_" in text:  # the plugin's name of the whole graph
+        return "the compiler fails on the graph"
     return child.one_line(re.sub(r"/\S+/", "", text))[:REASON_CHARS]
 
 

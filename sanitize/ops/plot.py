@@ -48,12 +48,14 @@ def draw(table: OpTable, path: Path, functions: Iterable[str] | None = None) -> 
         raise RingstepError(f"{path}: nothing to draw: no figures of {', '.join(missing) or 'any form'} in the table")
     columns = min(COLUMNS, len(names))
     height = math.ceil(len(names) / columns)
+    # fp16's intervals lie side by side, a16's hold one another.
+    order = (lambda span: span[1] - span[0]) if table.precision == "a16" else (lambda span: span[0])
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "ringstep", "font.size": 7}):
         figure, axes = pyplot.subplots(height, columns, squeeze=False, figsize=(3.6 * columns, 2.5 * height))
         for axis in list(axes.flat)[len(names) :]:
             axis.set_visible(False)
         for axis, name in zip(axes.flat, names, strict=False):
-            intervals = sorted({(row.low, row.high) for form in forms[name] for row in form.rows})
+            intervals = sorted({(row.low, row.high) for form in forms[name] for row in form.rows}, key=order)
             for form in forms[name]:
                 label = f"{form.name.partition('/')[2] or form.name} ({form.ops})"
                 errors = [error(table.precision, rows_of(form, *interval)) for interval in intervals]

@@ -209,4 +209,5 @@ def _row(form: str, values: Any, where: str) -> Row:
     for column, value in zip(COLUMNS, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, int if column in _WHOLE else (int, float)):
             raise RingstepError(f"{where}: {column} is {value!r}, no number")
-    return Row(form, *(v if c in _WHOLE else float(v) for c, v in zip(COLUMNS, values, strict=True)))
+    typed: list[Any] = [v if c in _WHOLE else float(v) for c, v in zip(COLUMNS, values, strict=True)]
+    return Row(form, *typed)
