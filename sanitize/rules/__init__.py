@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sanitize.rules import caches, memory, operators, shapes, types, weights
+from sanitize.rules import accuracy, caches, memory, operators, shapes, types, weights
 from sanitize.rules.subject import Rule
 
 HTP = ("qnn-htp",)
@@ -40,12 +40,13 @@ RULES = (
     Rule(
         "norm-rows", "error", HTP, "RMSNormalization over more than 8 rows",
         "HTP's kernel returns garbage rows, without an error, when the third dim from the end exceeds 8.",
-        "reshape to [rows, size] around it", "lower", operators.norm_rows,
+        "reshape to [rows, size] around it", None, operators.norm_rows,
     ),
     Rule(
-        "output-encoding", "error", HTP, "a 16-bit Sigmoid or Tanh in an encoding of its own",
+        "output-encoding", "error", HTP, "a 16-bit Sigmoid, Tanh or Log in an encoding that its kernel cannot write",
         "HTP's 16-bit Sigmoid and HardSigmoid always write in scale 2^-16, zero point 0, Tanh in 2^-15, 32768. With "
-        "any other output encoding the graph compiles and misreads the result.",
+        "any other output encoding the graph compiles and misreads the result. Log and LogSoftmax collapse when the "
+        "output scale is 2^-14 and 2^-16 or finer.",
         "quantise its output in the kernel's encoding", None, operators.output_encodings,
     ),
     Rule(
@@ -122,7 +123,7 @@ RULES = (
         "HTP refuses a DequantizeLinear with block_size over constants and leaves it to the CPU.",
         "quantise per channel, or in HTP's two-level form: a float weight, then QuantizeLinear and DequantizeLinear in "
         "blocks",
-        "lower", types.blocked,
+        None, types.blocked,
     ),
     Rule(
         "int4-zero-point", "error", HTP, "int4 weights without a zero point",
@@ -132,7 +133,7 @@ RULES = (
     Rule(
         "inline-weights", "error", ALL, "weights inside a protobuf of more than 2 GiB",
         "A protobuf ends at 2 GiB: no other tool opens the file.",
-        "store the weights in a file beside the model", "fold", weights.inline,
+        "let `ringstep sanitize -o` store the weights in a file beside the model", None, weights.inline,
     ),
     Rule(
         "duplicate-weights", "warning", ALL, "a tensor stored twice",
@@ -169,6 +170,12 @@ RULES = (
         "The compiler stops with \"graph requires estimated allocation of ... KB, limit is ... KB\", after it has done "
         "most of its work.",
         "cut the model by layers into parts", None, memory.over_limit,
+    ),
+    Rule(
+        "inaccurate-operator", "warning", HTP, "an operator whose kernel is poor over its range",
+        "Some of HTP's kernels are far from the correctly rounded result over part of their range "
+        "(docs/htp-accuracy.md). Without known ranges (`--inputs`) this is a note.",
+        "write it in a form that HTP computes right", None, accuracy.poor,
     ),
 )  # fmt: skip
 """In the order in which findings are worth reading."""

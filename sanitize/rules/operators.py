@@ -12,15 +12,20 @@ from sanitize import graph as graphs
 from sanitize.rules.subject import ONNX, Hit, Subject, element
 from sanitize.support import load_support
 
-# Passes that replace operators which a target lacks.
-LOWERED = (
-    "Attention", "RotaryEmbedding", "SimplifiedLayerNormalization", "com.microsoft.MatMulNBits",
-    "com.microsoft.GroupQueryAttention", "com.microsoft.RotaryEmbedding", "com.microsoft.MultiHeadAttention",
-    "com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization", "com.microsoft.BiasGelu",
-    "com.microsoft.FastGelu", "com.microsoft.QuickGelu", "com.microsoft.FusedMatMul", "LayerNormalization",
-    "RMSNormalization",
-)  # fmt: skip
-FIXED_BY = {**{name: "lower" for name in LOWERED}, "Erf": "fuse", "Size": "fold"}
+# The pass that replaces what a target lacks.
+FIXED_BY = {
+    "Attention": "lower-attention", "RotaryEmbedding": "lower-rotary-embedding", "Swish": "lower-swish",
+    "LayerNormalization": "lower-layer-norm", "GatherND": "lower-gather-nd", "Erf": "fuse-gelu", "Size": "fold",
+    "com.microsoft.MatMulNBits": "lower-matmul-nbits",
+    "com.microsoft.GroupQueryAttention": "lower-group-query-attention",
+    "com.microsoft.MultiHeadAttention": "lower-multi-head-attention",
+    "com.microsoft.RotaryEmbedding": "lower-rotary-embedding",
+    "com.microsoft.SkipLayerNormalization": "lower-skip-norm",
+    "com.microsoft.SkipSimplifiedLayerNormalization": "lower-skip-norm",
+    "com.microsoft.FusedMatMul": "lower-fused-matmul",
+    **{f"com.microsoft.{op}": "lower-gelu" for op in ("Gelu", "BiasGelu", "FastGelu", "QuickGelu")},
+}  # fmt: skip
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
     ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
     ir.DataType.BOOL: "bool",
@@ -30,6 +35,8 @@ DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
 FIXED_ENCODINGS = {"Sigmoid": (2.0**-16, 0), "HardSigmoid": (2.0**-16, 0), "Tanh": (2.0**-15, 1 << 15)}
+# And these collapse when the output scale is this fine or finer.
+TOO_FINE = {"Log": 2.0**-14, "LogSoftmax": 2.0**-16}
 
 
 def full_name(node: ir.Node) -> str:
@@ -186,7 +193,7 @@ def norm_rows(subject: Subject) -> Iterator[Hit]:
 
 def output_encodings(subject: Subject) -> Iterator[Hit]:
     """16-bit Sigmoid, HardSigmoid and Tanh whose output is not in the one encoding that their kernel writes."""
-    for place in subject.ops(*FIXED_ENCODINGS):
+    for place in subject.ops(*FIXED_ENCODINGS, *TOO_FINE):
         for user in graphs.users(place.node.outputs[0]):
             stored = user.outputs[0].dtype
             if user.op_type != "QuantizeLinear" or stored not in (ir.DataType.UINT16, ir.DataType.INT16):
@@ -194,6 +201,12 @@ def output_encodings(subject: Subject) -> Iterator[Hit]:
             scale = graphs.scalar(user.inputs[1])
             zero = graphs.scalar(user.inputs[2]) if len(user.inputs) > 2 else 0.0
             if scale is None or zero is None:
+                continue
+            if place.node.op_type in TOO_FINE:
+                finest = TOO_FINE[place.node.op_type]
+                if scale <= finest:
+                    fix = f"widen its output range until the scale exceeds {finest:.9g}"
+                    yield Hit(place.name, f"{place.node.op_type} into scale {scale:.9g}", place.where, fix=fix)
                 continue
             want_scale, want_zero = FIXED_ENCODINGS[place.node.op_type]
             fix = f"quantise its output to uint16 with scale {want_scale:.9g}, zero point {want_zero}"

@@ -8,10 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.rules.operators import dequantised, full_name
+from sanitize.rules.operators import FLOATS, dequantised, full_name
 from sanitize.rules.subject import Hit, Subject, element
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Where an infinity acts as a mask or a bound; weights of MatMul and Gather are not searched.
 MASKING = ("Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "Concat", "Identity", "Cast", "Reshape",
            "Slice", "Unsqueeze", "Trilu", "ScatterND", "Softmax", "Gather", "Tile")  # fmt: skip
@@ -154,5 +153,3 @@ def _io(subject: Subject) -> Iterator[tuple[str, ir.Value]]:
             yield "input", value
     for value in subject.model.graph.outputs:
         yield "output", value
-
-

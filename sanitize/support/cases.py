@@ -27,8 +27,10 @@ TYPES = {
     "int64": TensorProto.INT64, "bool": TensorProto.BOOL,
 }  # fmt: skip
 Q_SCALE, Q_ZERO = 1 / 16384, 32768  # uint16 over [-2, 2)
-# What these return in 16 bits is right in one encoding only.
-FIXED_ENCODINGS = {"Sigmoid": (1 / 65536, 0), "HardSigmoid": (1 / 65536, 0), "Tanh": (1 / 32768, 32768)}
+# What these return in 16 bits is right in one encoding only, or for Log in a coarse one.
+OUTPUT_ENCODINGS = {
+    "Sigmoid": (1 / 65536, 0), "HardSigmoid": (1 / 65536, 0), "Tanh": (1 / 32768, 32768), "Log": (1 / 8192, 32768),
+}  # fmt: skip
 WEIGHTS = {"a16": "int8", "a16 u8": "uint8", "16x16": "uint16"}
 
 X = "x[1,8,16]"
@@ -285,7 +287,7 @@ def build(case: Case, dtype: str) -> Built:
     results = []
     for output in outputs:
         if dtype in WEIGHTS and kinds.get(output, TensorProto.FLOAT) == TensorProto.FLOAT:
-            scale, middle = FIXED_ENCODINGS.get(case.op, (Q_SCALE, Q_ZERO))
+            scale, middle = OUTPUT_ENCODINGS.get(case.op, (Q_SCALE, Q_ZERO))
             weights |= {"out_scale": np.array(scale, np.float32), "out_zero": np.array(middle, np.uint16)}
             nodes.append(helper.make_node("QuantizeLinear", [output, "out_scale", "out_zero"], [f"{output}_q"]))
             kind = helper.make_tensor_type_proto(TensorProto.UINT16, None)

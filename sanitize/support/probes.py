@@ -192,7 +192,7 @@ def _quantised(body: str, shape: str = "2,4,8", out: str = "", **constants: Any)
 
 
 def _encoding(op: str, scale: float, zero: int) -> tuple[str, dict[str, Any]]:
-    return _quantised(f"g = {op}(f)", sy=np.float32(scale), zy=np.uint16(zero))
+    return _quantised(f"g = {op}(f)", sy=np.float32(scale), zy=np.uint16(zero), zx=np.uint16(0))
 
 
 _I4 = np.random.default_rng(2).integers(-7, 8, (32, 16))
@@ -273,10 +273,10 @@ TEXTS |= {
         " { f = DequantizeLinear(x, sx, z) g = Sigmoid(f) y = QuantizeLinear(g, s, z) }",
         {"sx": HALF, "z": np.int16(0), "s": np.float32(1 / 32768)}),
     "16 bit Softmax, output range 0 to 0.6": _encoding("Softmax", 0.6 / 65535, 0),
-    "16 bit Log": (
-        "(uint16[2,8] x) => (uint16[2,8] y) { f = DequantizeLinear(x, sx, zx) o = Add(f, c)"
-        " p = QuantizeLinear(o, sx, zz) q = DequantizeLinear(p, sx, zz) g = Log(q) y = QuantizeLinear(g, sy, zy) }",
-        {**_ENCODINGS, "c": np.float32(2.5), "zz": np.uint16(0)}),
+    "16 bit Log, output scale 1/8192": _encoding("Log", 1 / 8192, 32768),
+    "16 bit Log, output scale 1/16384": _encoding("Log", 1 / 16384, 32768),
+    "16 bit LogSoftmax, output scale 1/32768": _encoding("LogSoftmax", 1 / 32768, 65535),
+    "16 bit LogSoftmax, output scale 1/65536": _encoding("LogSoftmax", 1 / 65536, 65535),
 }  # fmt: skip
 
 

@@ -85,7 +85,10 @@ _TWICE = "(float[1,8] x) => (float[1,512] y, float[1,512] z) { y = MatMul(x, a) 
 
 PAIRS: dict[str, Pair] = {
     "unsupported-operator": Pair(unary("Acosh"), unary("Tanh")),
-    "wrong-operator": Pair(quantised("g = Log(f)"), quantised("g = Exp(f)")),
+    "wrong-operator": Pair(
+        ("(int32[1,8,16] x, int64[1,1,2] i) => (int32[1,1,16] y) { y = GatherND(x, i) }", {}),
+        ("(float[1,8,16] x, int64[1,1,2] i) => (float[1,1,16] y) { y = GatherND(x, i) }", {}),
+    ),
     "missing-kernel": Pair(
         ("(float[1,8] x) => (float[1,8] y) { y = com.nowhere.Fancy(x) }", {}), unary("Acosh"), "ort-mobile", None,
     ),
@@ -162,6 +165,11 @@ PAIRS: dict[str, Pair] = {
         cached("4", "1,2,4,8", "present__0__key = Neg(past_key_values__0__key)"),
     ),
     "cache-encoding": Pair(quantised_cache(1 / 8192), quantised_cache(1 / 16384)),
+    "inaccurate-operator": Pair(
+        ("(float[1,8] x) => (float[1,8] y) { c = Clip(x, l, h) y = Sigmoid(c) }", {"l": F32(-8), "h": F32(-4)}),
+        ("(float[1,8] x) => (float[1,8] y) { c = Clip(x, l, h) y = Sigmoid(c) }", {"l": F32(2), "h": F32(8)}),
+        chip="sm8750",
+    ),
     "cache-unpaired": Pair(
         ("(float[2,8] past_key_0, float[2,8] past_value_0) => (float[2,8] present_key_0, float[2,8] y)"
          " { present_key_0 = Neg(past_key_0) y = Neg(past_value_0) }", {}),

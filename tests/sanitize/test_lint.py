@@ -193,7 +193,9 @@ def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureF
     assert console.run(command, [str(path), "--chip", "galaxy-s24"]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == "model.onnx for qnn-htp sm8650 fp16: 1 error"
-    assert "pass lower" in out
+    assert "norm-rows: reshape to [rows, size] around it" in out
+    assert console.run(command, [str(save(PAIRS["nan-guard"].bad, tmp_path))]) == 0
+    assert "`ringstep sanitize` does it (pass nan-guards)" in capsys.readouterr().out
     assert console.run(command, [str(tmp_path / "none.onnx")]) == 2
     assert console.run(command, [str(path), "--target", "qnn"]) == 2
     assert console.run(command, [str(path), "--target", "xnnpack", "--chip", "sm8750"]) == 2
