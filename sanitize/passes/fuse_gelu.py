@@ -41,7 +41,7 @@ class Found:
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module. Every target takes Gelu; a model that cannot reach opset 20 stays as it is."""
-    found = [gelu for node in graphs.every_node(model) if node.op_type in FORMS and (gelu := _match(node))]
+    found = [gelu for node in graphs.every_node(model) if node.op_type in FORMS and (gelu := find_gelu(node))]
     if not found or raise_opset(model, OPSET):
         return []
     changes = []
@@ -55,8 +55,8 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     return changes
 
 
-def _match(curve: ir.Node) -> Found | None:
-    """Go from Erf or Tanh through + 1 to the product that has x and one half."""
+def find_gelu(curve: ir.Node) -> Found | None:
+    """The GELU of an Erf or Tanh node: from it through + 1 to the product that has x and one half."""
     add = match.next_node(curve.outputs[0], "Add")
     one = match.with_constant(add)
     if add is None or one is None or not match.near(one[1], 1, curve.outputs[0].dtype):
