@@ -209,6 +209,7 @@ def main() -> None:
                     console.warn(f"{model} {tokens} {precision} {layout}: {error}")
                     continue
                 rows.append(Row(model, tokens, precision, layout, **found))
+                console.say(f"{model} n={tokens} {precision} {layout}: {found}")
     if asked.json:
         console.print_json([dataclasses.asdict(row) for row in rows])
         return

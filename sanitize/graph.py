@@ -36,7 +36,16 @@ def scopes(graph: ir.Graph, around: tuple[ir.Graph, ...] = ()) -> Iterator[tuple
 
 def every_node(model: ir.Model) -> Iterator[ir.Node]:
     """Every node at any depth, in order; nodes may be added and removed meanwhile."""
-    yield from list(model.graph.all_nodes())
+    found: list[ir.Node] = []
+    _collect(model.graph, found)
+    yield from found
+
+
+def _collect(graph: ir.Graph, found: list[ir.Node]) -> None:
+    for node in graph:
+        found.append(node)
+        for body in bodies(node):
+            _collect(body, found)
 
 
 def opset(model: ir.Model) -> int:
@@ -185,6 +194,8 @@ def detach(node: ir.Node) -> None:
 def bodies(node: ir.Node) -> list[ir.Graph]:
     """The graphs in a node's attributes."""
     found: list[ir.Graph] = []
+    if not node.attributes:
+        return found
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             found.append(attribute.as_graph())
@@ -255,12 +266,25 @@ def adopt(model: ir.Model) -> None:
 def infer_types(model: ir.Model) -> None:
     """Fill in dtypes and shapes that are not known yet, by onnx's own inference; what it cannot infer stays open."""
     adopt(model)
+    # A protobuf would compute and hold every weight that is computed when it is written.
+    weights = (value for graph in every_graph(model) for value in graph.initializers.values())
+    lazy = [(value, value.const_value) for value in weights if isinstance(value.const_value, ir.LazyTensor)]
     try:
+        for value, data in lazy:
+            value.const_value = ir.ExternalTensor("later", 0, 0, data.dtype, shape=data.shape, name=value.name or "")
         proto = ir.serde.serialize_model(model)
-        inferred = onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
+    finally:
+        for value, data in lazy:
+            value.const_value = data
+    _merge(model.graph, inferred(proto).graph)
+
+
+def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model with the types that onnx infers; the same where it fails: passes ask for what they need."""
+    try:
+        return onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
     except Exception:
-        return  # a hint is missing, nothing more: passes ask for what they need
-    _merge(model.graph, inferred.graph)
+        return proto
 
 
 def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:

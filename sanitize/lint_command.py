@@ -25,14 +25,19 @@ SHOWN = 3  # findings of one rule in the table; -v and --json have all
 @click.option("--chip", help="Phone or chip for qnn-htp. Default: sm8750.")
 @click.option("--precision", type=click.Choice(["fp16", "a16", "fp32"]),
               help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
+@click.option("--inputs", type=click.Path(path_type=Path),
+              help="An .npz of real inputs: operators are judged over the values that they see.")  # fmt: skip
 @click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
 @click.option("-v", "--verbose", is_flag=True, help="Every finding, not the first of each rule.")
-def lint(model: Path, target: str, chip: str | None, precision: str | None, json_: bool, verbose: bool) -> int:
+def lint(model: Path, target: str, chip: str | None, precision: str | None, inputs: Path | None,
+         json_: bool, verbose: bool) -> int:  # fmt: skip
     """Say what a target would refuse or get wrong in the ONNX file MODEL. Leaves with 1 when there are errors."""
     from sanitize.lint import lint_file
     from sanitize.target import find_target
 
     goal = find_target(target, chip, precision)
+    if inputs is not None:
+        goal = with_ranges(model, goal, inputs)
     with console.progress("linting"):
         findings = lint_file(model, goal)
     counts = {kind: sum(f.severity == kind for f in findings) for kind in ("error", "warning", "note")}
@@ -45,6 +50,15 @@ def lint(model: Path, target: str, chip: str | None, precision: str | None, json
         print_findings(findings, goal, verbose or console.settings.verbose)
         console.line(summary(model, goal, counts))
     return FOUND_ERRORS if counts["error"] else 0
+
+
+def with_ranges(model: Path, target: Target, inputs: Path) -> Target:
+    """The target with the ranges of every value when the model runs on these inputs."""
+    from sanitize.model_file import read_model
+    from sanitize.verify import find_ranges, read_inputs
+
+    with console.progress("running it on the inputs"):
+        return dataclasses.replace(target, ranges=find_ranges(read_model(model), model, read_inputs(inputs)))
 
 
 def print_findings(findings: list[Finding], target: Target, every: bool) -> None:

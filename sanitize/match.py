@@ -146,9 +146,9 @@ def _infer(node: ir.Node) -> None:
             continue
         info = ir.serde.serialize_value(value)
         types[value.name or ""] = info.type
-        small = graphs.tensor(value)
-        if small is not None and small.size <= 64:
-            data[value.name or ""] = ir.serde.serialize_tensor(small)
+        # Shapes, axes and sizes decide the result's shape; other constants do not.
+        if value.dtype == ir.DataType.INT64 and (sizes := graphs.array(value, 64)) is not None:
+            data[value.name or ""] = onnx.numpy_helper.from_array(sizes)
     try:
         schema = onnx.defs.get_schema(node.op_type, 23, node.domain)
         found = onnx.shape_inference.infer_node_outputs(
@@ -163,7 +163,7 @@ def _infer(node: ir.Node) -> None:
             value.shape = ir.serde.deserialize_type_proto_for_shape(kind)
 
 
-def floats(value: ir.Value, numbers: Sequence[float] | float) -> np.ndarray:
+def floats(value: ir.Value, numbers: Any) -> np.ndarray:
     """Numbers in the value's float type."""
     kind = value.dtype or ir.DataType.FLOAT
     return np.array(numbers, dtype=kind.numpy())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,6 +31,19 @@ SMALL_ALIGN = 64
 Tick = Callable[[float], None]
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A graph of 100 k nodes is millions of objects and no garbage, which the collector would walk over and over."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collection()
 def read_model(path: Path) -> ir.Model:
     """Read an ONNX file, inline its functions, sort its nodes, infer its types; its weights stay in files.
 
@@ -41,7 +55,9 @@ def read_model(path: Path) -> ir.Model:
         raise RingstepError(f"{path} holds no graph; is it an ONNX model?")
     _check_names(proto.graph, path, set())
     try:
+        proto = graphs.inferred(proto)
         model = ir.serde.deserialize_model(proto)
+        complete = not model.functions
         ir.external_data.set_base_dir(model.graph, path.parent)
         if model.functions:
             for function in model.functions.values():
@@ -50,7 +66,9 @@ def read_model(path: Path) -> ir.Model:
                         tensor.base_dir = path.parent
             InlinePass()(model)
             model.functions.clear()
-        model.graph.sort()
+        if not _in_order(model.graph, set()):
+            complete = False
+            model.graph.sort()
     except RingstepError:
         raise
     except Exception as error:
@@ -61,24 +79,44 @@ def read_model(path: Path) -> ir.Model:
     for tensor in _tensors(model.graph):
         if isinstance(tensor, ir.ExternalTensor):
             check_external(tensor, path)
-    graphs.infer_types(model)
+    if complete:
+        graphs.adopt(model)
+    else:
+        graphs.infer_types(model)
     return model
 
 
-def _check_names(graph: onnx.GraphProto, path: Path, outer: set[str]) -> None:
-    """Every value is made once (static single assignment), in subgraphs too."""
-    made = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+def _check_names(graph: onnx.GraphProto, path: Path, known: set[str]) -> None:
+    """Every value is made once (static single assignment), in subgraphs too; `known` is left as it was."""
+    given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+    made = [name for name in given if name not in known]
+    known.update(made)
     for node in graph.node:
         for name in node.output:
-            if name and (name in made or name in outer):
+            if name and name in known:
                 raise RingstepError(
                     f"{path}: node {node.name or node.op_type!r} makes {name!r}, which exists already; export it again"
                 )
-            made.add(name)
+            known.add(name)
+            made.append(name)
     for node in graph.node:
         for attribute in node.attribute:
             for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
-                _check_names(inner, path, outer | made)
+                _check_names(inner, path, known)
+    known.difference_update(made)
+
+
+def _in_order(graph: ir.Graph, seen: set[ir.Node]) -> bool:
+    """Whether every node comes after those it reads from."""
+    for node in graph:
+        for value in node.inputs:
+            maker = value.producer() if value is not None else None
+            if maker is not None and maker not in seen:
+                return False
+        if not all(_in_order(body, seen) for body in graphs.bodies(node)):
+            return False
+        seen.add(node)
+    return True
 
 
 def _check_sources(model: ir.Model, path: Path) -> None:
@@ -253,8 +291,11 @@ def _need_space(folder: Path, moved: list[tuple[ir.TensorProtocol, int]]) -> Non
 def _copy(tensor: ir.TensorProtocol, out: BinaryIO, tick: Tick) -> None:
     """Append a tensor's bytes; those of an external one go from file to file, through the kernel where it can."""
     if not isinstance(tensor, ir.ExternalTensor):
-        # One tensor at a time: a converted weight lives only here.
-        out.write(tensor.tobytes())
+        # One tensor at a time: a converted weight lives only here, or not even here (sanitize/stream.py).
+        if isinstance(tensor, ir.LazyTensor):
+            tensor.tofile(out)
+        else:
+            out.write(tensor.tobytes())
         tick(nbytes(tensor))
         return
     left, at = nbytes(tensor), tensor.offset or 0

@@ -25,7 +25,7 @@ class Norm:
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
-    """The RMSNorm that takes the mean of its squares here; None if it is none or its inner values are read elsewhere."""
+    """The RMSNorm whose mean of squares this is; None if it is none or its inner values are read elsewhere."""
     square = graphs.made_by(mean.inputs[0], "Mul", "Pow")
     if square is None or not match.last_axis(mean, match.rank(mean.inputs[0])):
         return None
@@ -56,7 +56,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
 
 def _weigh(x: ir.Value | None, also: ir.Value | None, eps: float, steps: list[ir.Node]) -> Norm | None:
-    if x is None or not same(x, also) or match.inner(x) is None or x.dtype not in FLOATS:
+    if x is None or not same(x, also) or match.inner(x) is None:
         return None
     last, inside = steps[-1], list(steps)
     up, down = cast_back(x, last)
@@ -64,7 +64,9 @@ def _weigh(x: ir.Value | None, also: ir.Value | None, eps: float, steps: list[ir
         x, last = up, down
         inside.append(down)
     last, weight = times_weight(x, last)
-    return Norm(x, eps, weight, tuple(dict.fromkeys(inside)), last) if match.closed(inside, last) else None
+    if x.dtype not in FLOATS or not match.closed(inside, last):
+        return None
+    return Norm(x, eps, weight, tuple(dict.fromkeys(inside)), last)
 
 
 def cast_back(x: ir.Value, last: ir.Node) -> tuple[ir.Value | None, ir.Node | None]:

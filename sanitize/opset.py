@@ -5,7 +5,9 @@ onnx.version_converter does this on a protobuf, which would hold all weights; he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,18 +51,32 @@ def raise_opset(model: ir.Model, version: int) -> str:
     return ""
 
 
-def _schema(op: str, version: int) -> Any:
+@dataclass(frozen=True)
+class Schema:
+    """What an operator takes at some version."""
+
+    since: int
+    deprecated: bool
+    defaults: Mapping[str, Any]
+    """Attribute to its default."""
+    inputs: range
+
+
+@functools.cache
+def _schema(op: str, version: int) -> Schema | None:
     try:
-        return onnx.defs.get_schema(op, version, "")
+        found = onnx.defs.get_schema(op, version, "")
     except onnx.defs.SchemaError:
         return None  # ONNX Runtime's own operators in the default domain, the same at every version
+    defaults = {name: attribute.default_value for name, attribute in found.attributes.items()}
+    return Schema(found.since_version, found.deprecated, defaults, range(found.min_input, found.max_input + 1))
 
 
 def _plan(node: ir.Node, current: int, version: int, edits: list[Callable[[], None]]) -> str:
     """Why this node cannot move, or "" with what must be done to it added to `edits`."""
     op = node.op_type
     old, new = _schema(op, current), _schema(op, version)
-    if old is None or new is None or old.since_version == new.since_version:
+    if old is None or new is None or old.since == new.since:
         return ""
     if new.deprecated:
         return f"{op} is gone in opset {version}"
@@ -68,21 +84,19 @@ def _plan(node: ir.Node, current: int, version: int, edits: list[Callable[[], No
         return f"{op} means something else from opset {CHANGED[op]} on"
     moved = MOVED.get(op, "")
     given = moved in node.attributes
-    if given and moved not in new.attributes:
+    if given and moved not in new.defaults:
         edits.append(lambda: _to_input(node, moved))
     if op == "Split" and not given and current < 18 <= version and (len(node.inputs) < 2 or node.inputs[1] is None):
         edits.append(lambda: node.attributes.add(ir.AttrInt64("num_outputs", len(node.outputs))))
     if op in ("Softmax", "LogSoftmax", "Hardmax") and "axis" not in node.attributes and current < 13:
         edits.append(lambda: node.attributes.add(ir.AttrInt64("axis", -1)))
     for name in node.attributes:
-        if name not in new.attributes and not (given and name == moved):
+        if name not in new.defaults and not (given and name == moved):
             return f"{op} lost its attribute {name} by opset {version}"
-    for name, attribute in new.attributes.items():
-        if name in old.attributes and name not in node.attributes:
-            before, after = old.attributes[name].default_value, attribute.default_value
-            if before != after and op not in CHANGED:
-                return f"{op} has another default of {name} by opset {version}"
-    if not given and not new.min_input <= len(node.inputs) <= new.max_input:
+    for name, default in new.defaults.items():
+        if name in old.defaults and name not in node.attributes and old.defaults[name] != default and op not in CHANGED:
+            return f"{op} has another default of {name} by opset {version}"
+    if not given and len(node.inputs) not in new.inputs:
         return f"{op} takes other inputs by opset {version}"
     return ""
 

@@ -1,9 +1,16 @@
-"""The passes in the order they run. Each line says why it stands where it does."""
+"""The passes in the order they run; the comment says why one stands where it does."""
 
 from __future__ import annotations
 
 from sanitize.passes import (
     Pass,
+    accurate_divide,
+    accurate_exp,
+    accurate_gelu,
+    accurate_sigmoid,
+    accurate_softmax,
+    accurate_softplus,
+    accurate_square,
     common_subexpressions,
     dead,
     duplicates,
@@ -13,9 +20,19 @@ from sanitize.passes import (
     fuse_linear,
     fuse_rms_norm,
     fuse_softmax,
+    infinities,
     linear_as_conv,
+    lower_attention,
+    lower_fused_matmul,
     lower_gather_nd,
+    lower_gelu,
+    lower_group_query_attention,
+    lower_layer_norm,
+    lower_matmul_nbits,
+    lower_multi_head_attention,
     lower_rotary_embedding,
+    lower_skip_norm,
+    lower_swish,
     merge_projections,
     names,
     nan_guards,
@@ -30,23 +47,40 @@ from sanitize.passes import (
 
 PASSES: tuple[Pass, ...] = (
     dead.PASS,  # nothing below looks at what nobody reads
-    fold.PASS,  # constants first: what follows recognises constants, not the arithmetic that makes them
+    fold.PASS,  # what follows recognises constants, not the arithmetic that makes them
     noop.PASS,
-    nan_guards.PASS,
+    nan_guards.PASS,  # they hide what they guard
+    infinities.PASS,  # after the guards, whose rows it keeps finite
     reshape_allowzero.PASS,  # after fold: it needs the shapes as constants
     rank0.PASS,
+    lower_matmul_nbits.PASS,  # fused operators come apart before their parts are fused for the target
+    lower_fused_matmul.PASS,
+    lower_skip_norm.PASS,
+    lower_attention.PASS,
+    lower_multi_head_attention.PASS,
+    lower_group_query_attention.PASS,
+    lower_rotary_embedding.PASS,  # after attention, which makes some
     lower_gather_nd.PASS,  # after fold: it needs constant indices
-    lower_rotary_embedding.PASS,  # before fusing: it leaves norms and the like to be fused
+    lower_gelu.PASS,
+    lower_swish.PASS,
     fuse_rms_norm.PASS,
     fuse_layer_norm.PASS,
+    lower_layer_norm.PASS,  # after fusing: a v68 lacks the fused one
     fuse_gelu.PASS,
     fuse_softmax.PASS,
     fuse_linear.PASS,
+    accurate_sigmoid.PASS,  # after fusing: they begin at whole SiLUs, GELUs and norms
+    accurate_gelu.PASS,
+    accurate_softplus.PASS,
+    accurate_softmax.PASS,
+    accurate_exp.PASS,  # after those that write an Exp with a bounded argument
+    accurate_square.PASS,
+    accurate_divide.PASS,  # after those that write a division
     narrow_types.PASS,  # after fusing, which looks through the casts of norms
     common_subexpressions.PASS,
     duplicates.PASS,
     transposed.PASS,
-    names.PASS,
+    names.PASS,  # last, for the names of what the others made
 )
 
 LAYOUTS: tuple[Pass, ...] = (

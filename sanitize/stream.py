@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-CHUNK = 1 << 20  # elements
+CHUNK = 1 << 18  # elements
 Elementwise = Callable[[np.ndarray], np.ndarray]
 
 
@@ -27,16 +27,21 @@ class Mapped(ir.LazyTensor):
 
 
 def chunks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
-    """The elements of a tensor, flat, in pieces; a tensor in a file is mapped, not read whole."""
+    """The elements of a tensor of 8 bits or more, flat, in pieces; one in a file is never read whole."""
     if isinstance(tensor, Mapped):
         yield from (tensor.function(chunk) for chunk in chunks(tensor.source))
-        return
-    flat = tensor.numpy().reshape(-1)
-    for start in range(0, flat.size, CHUNK):
-        yield flat[start : start + CHUNK]
-    if isinstance(tensor, ir.ExternalTensor):
-        del flat
-        tensor.release()
+    elif isinstance(tensor, ir.ExternalTensor):
+        # Not its numpy(): that keeps a mapping and a file descriptor for every tensor that was looked at.
+        dtype, left = tensor.dtype.numpy(), tensor.size
+        with open(tensor.path, "rb") as source:
+            source.seek(tensor.offset or 0)
+            while left:
+                count = min(left, CHUNK)
+                yield np.frombuffer(source.read(count * dtype.itemsize), dtype)
+                left -= count
+    else:
+        flat = tensor.numpy().reshape(-1)
+        yield from (flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK))
 
 
 def mapped(source: ir.TensorProtocol, dtype: ir.DataType, function: Elementwise) -> ir.TensorProtocol:

@@ -1,143 +1,32 @@
-"""The forms that `ringstep ops` measures: operators as they are, and several ways to write a function.
-
-`op` is forms.Ops: op.Exp(x) adds a node. Constants are rounded to the graph's type, as an export's are.
-"""
+"""Every form that `ringstep ops` measures: the elementwise ones, and here reductions, norms and products."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from sanitize.ops.elementwise import elementwise_forms, newton_inverse
 from sanitize.ops.forms import (
-    A16_NEGATIVE, A16_POSITIVE, A16_SPANS, ANGLES, EDGES, EXP_HIGH, EXP_LOW, LAST, POSITIVE, SPREADS,
-    Array, Case, Form, Ops, elementwise, gelu, gelu_tanh, log_softmax, products, quotients, rows, sigmoid, softmax,
-    steps, weights,
-)  # fmt: skip
+    EXP_LOW,
+    LAST,
+    SPREADS,
+    Array,
+    Build,
+    Case,
+    Exact,
+    Form,
+    Ops,
+    log_softmax,
+    products,
+    rows,
+    softmax,
+    weights,
+)
 
-Build = Callable[..., str]
-Exact = Callable[..., Array]
-# 0.5 (1 + erf(x / sqrt(2))) = sigmoid(x (c0 + c1 x^2 + c2 x^4)), least squares, see recipes/blocks.py.
-LOGIT = (1.5983974, 0.0732061, -0.00069637)
-TANH_LOGIT = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 0.0)
-# Logarithm of GELU's gate at -a as a polynomial of a in 0..6, weighted so that a exp(fit) errs least; at the end 0.
-TAIL = (-0.6941216, -0.79151975, -0.33041269, -0.027128968, 0.0020549755)
-TAIL_5 = (-0.69326301, -0.7969805, -0.32034052, -0.034609737, 0.0044202485, -0.00026355498)
-TANH_TAIL = (-0.69423074, -0.78939116, -0.33730609, -0.019540115, 0.00093358887, -0.00067737139)
-# log(1 + e) / e for e in 0..1.
-LOG1P = (0.99988818, -0.49637029, 0.30467558, -0.15602763, 0.04106185)
-# 2 pi as numbers of few bits, so that whole multiples up to 1000 are exact in fp16, and the rest.
-TURN = (6.0, 0.25, 0.03125, 2.0 * math.pi - 6.28125)
 NORM_SPREADS = (1.0, 8.0, 40.0, 200.0, 1000.0, 10000.0)
 NORM_A16_SPREADS = (1.0, 8.0, 40.0)
-WIDTHS = (64, 512, 2048)
-
-
-def newton(op: Ops, x: str, by: str) -> str:
-    """x / by, corrected once."""
-    quotient = op.Div(x, by)
-    return op.Add(quotient, op.Div(op.Sub(x, op.Mul(quotient, by)), by))
-
-
-def newton_inverse(op: Ops, x: str) -> str:
-    """1 / x, corrected once."""
-    inverse = op.Reciprocal(x)
-    return op.Add(inverse, op.Mul(inverse, op.Sub(1.0, op.Mul(x, inverse))))
-
-
-def one_plus_exp_neg(op: Ops, x: str) -> str:
-    """1 + exp(-x) where HTP's Exp is right."""
-    return op.Add(op.Exp(op.Clip(op.Neg(x), EXP_LOW, EXP_HIGH)), 1.0)
-
-
-def exp_below(op: Ops, x: str) -> str:
-    """exp(min(x, 0))."""
-    return op.Exp(op.Clip(x, EXP_LOW, 0.0))
-
-
-def silu_tanh_abs(op: Ops, x: str) -> str:
-    """x sigmoid(|x|) exp(min(x, 0)), the sigmoid by Tanh."""
-    half = op.Mul(x, 0.5)
-    return op.Mul(half, op.Mul(op.Add(op.Tanh(op.Abs(half)), 1.0), exp_below(op, x)))
-
-
-def silu_relu(op: Ops, x: str) -> str:
-    """relu(x) - |x| sigmoid(|x|) exp(-|x|)."""
-    size = op.Abs(x)
-    below = op.Max(op.Neg(size), EXP_LOW)
-    return op.Add(op.Relu(x), op.Mul(op.Mul(below, op.Exp(below)), op.Sigmoid(size)))
-
-
-def logit(op: Ops, x: str, terms: tuple[float, float, float], factor: float = 1.0) -> str:
-    """The odd polynomial whose sigmoid is GELU's gate; beyond 8 the fit turns back and the square overflows."""
-    c0, c1, c2 = (term * factor for term in terms)
-    bounded = op.Clip(x, -8.0, 8.0)
-    square = op.Mul(bounded, bounded)
-    inner = op.Add(op.Mul(square, c2), c1) if c2 else c1
-    return op.Mul(bounded, op.Add(op.Mul(square, inner), c0))
-
-
-def gelu_logit(terms: tuple[float, float, float]) -> Build:
-    """x / (1 + exp(-logit(x))), corrected once: what recipes/blocks.py writes."""
-    return lambda op, x: newton(op, x, one_plus_exp_neg(op, logit(op, x, terms)))
-
-
-def gelu_abs(terms: tuple[float, float, float]) -> Build:
-    """x sigmoid(|u|) exp(min(u, 0)), u the logit."""
-
-    def build(op: Ops, x: str) -> str:
-        u = logit(op, x, terms)
-        return op.Mul(op.Mul(x, op.Sigmoid(op.Abs(u))), exp_below(op, u))
-
-    return build
-
-
-def gelu_by_tanh(terms: tuple[float, float, float]) -> Build:
-    """0.5 x (1 + tanh(u / 2)), the bounds in between hide it from the fusion to Gelu."""
-    return lambda op, x: op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(logit(op, x, terms, 0.5)), 1.0))
-
-
-def horner(op: Ops, x: str, terms: tuple[float, ...]) -> str:
-    """terms[0] + terms[1] x + ..."""
-    total: str | float = terms[-1]
-    for term in terms[-2::-1]:
-        total = op.Add(op.Mul(x, total), term)
-    return str(total)
-
-
-def gelu_relu(terms: tuple[float, ...], end: float) -> Build:
-    """relu(x) - a exp(fit(a)), a = min(|x|, end): no division, and the positive side is all but exact."""
-
-    def build(op: Ops, x: str) -> str:
-        a = op.Min(op.Abs(x), end)
-        return op.Sub(op.Relu(x), op.Mul(a, op.Exp(horner(op, a, terms))))
-
-    return build
-
-
-def exp_neg_abs(op: Ops, x: str) -> str:
-    """exp(-|x|)."""
-    return op.Exp(op.Max(op.Neg(op.Abs(x)), EXP_LOW))
-
-
-def softplus_fit(op: Ops, x: str) -> str:
-    """relu(x) + e fit(e), e = exp(-|x|)."""
-    e = exp_neg_abs(op, x)
-    return op.Add(op.Relu(x), op.Mul(e, horner(op, e, LOG1P)))
-
-
-def within_turn(op: Ops, x: str) -> str:
-    """x less whole turns, within -pi..pi, without rounding up to 1000 (Cody and Waite)."""
-    turns = op.Round(op.Mul(x, 1.0 / (2.0 * math.pi)))
-    for part in TURN:
-        x = op.Sub(x, op.Mul(turns, part))
-    return x
-
-
-def gelu_erf(op: Ops, x: str) -> str:
-    """The expansion that exporters write; it is fused to Gelu."""
-    return op.Mul(op.Mul(x, op.Add(op.Erf(op.Div(x, math.sqrt(2.0))), 1.0)), 0.5)
+WIDTHS = (64, 129, 512, 2048)  # at 129 a kernel has one value left over
 
 
 def exp_shifted(op: Ops, x: str) -> str:
@@ -178,109 +67,10 @@ def rms_scaled(op: Ops, x: str) -> str:
     return op.Mul(small, op.Pow(mean_square(op, small, 2.0**-24), -0.5))
 
 
-def layer_norm_parts(op: Ops, x: str) -> str:
-    """LayerNormalization as older exporters write it."""
+def layer_norm_parts(op: Ops, x: str, last: Callable[[str, str], str]) -> str:
+    """last(x - mean, its mean square)."""
     centred = op.Sub(x, op.ReduceMean(x, LAST))
-    return op.Div(centred, op.Sqrt(mean_square(op, centred, 1e-5)))
-
-
-def elementwise_forms() -> list[Form]:
-    """Operators and forms of one value."""
-    wide, positive = elementwise(steps(EDGES)), elementwise(steps(POSITIVE))
-    spans = elementwise(A16_SPANS)
-    silu: Exact = lambda x: x * sigmoid(x)
-    hard_sigmoid: Exact = lambda x: np.clip(x / 6.0 + 0.5, 0.0, 1.0)
-    softplus: Exact = lambda x: np.logaddexp(0.0, x)
-    elu: Exact = lambda x: np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0)))
-    erf: Exact = lambda x: np.vectorize(math.erf)(x)
-    sixth = {"alpha": 1.0 / 6.0, "beta": 0.5}
-    anywhere: list[tuple[str, Build, Exact]] = [
-        ("Neg", lambda op, x: op.Neg(x), np.negative),
-        ("Abs", lambda op, x: op.Abs(x), np.abs),
-        ("Relu", lambda op, x: op.Relu(x), lambda x: np.maximum(x, 0.0)),
-        ("Clip", lambda op, x: op.Clip(x, -6.0, 6.0), lambda x: np.clip(x, -6.0, 6.0)),
-        ("LeakyRelu", lambda op, x: op.LeakyRelu(x), lambda x: np.where(x > 0.0, x, 0.01 * x)),
-        ("Add", lambda op, x: op.Add(x, 1.0), lambda x: x + 1.0),
-        ("Sub", lambda op, x: op.Sub(1.0, x), lambda x: 1.0 - x),
-        ("Sigmoid/native", lambda op, x: op.Sigmoid(x), sigmoid),
-        ("Sigmoid/exp", lambda op, x: op.Reciprocal(one_plus_exp_neg(op, x)), sigmoid),
-        ("Sigmoid/newton", lambda op, x: newton_inverse(op, one_plus_exp_neg(op, x)), sigmoid),
-        ("Sigmoid/abs", lambda op, x: op.Mul(op.Sigmoid(op.Abs(x)), exp_below(op, x)), sigmoid),
-        ("Sigmoid/tanh", lambda op, x: op.Add(op.Mul(op.Tanh(op.Mul(x, 0.5)), 0.5), 0.5), sigmoid),
-        ("Sigmoid/tanh-abs", lambda op, x: op.Mul(
-            op.Add(op.Mul(op.Tanh(op.Abs(op.Mul(x, 0.5))), 0.5), 0.5), exp_below(op, x)), sigmoid),
-        ("SiLU/native", lambda op, x: op.Mul(x, op.Sigmoid(x)), silu),
-        ("SiLU/swish", lambda op, x: op.Swish(x), silu),
-        ("SiLU/exp", lambda op, x: op.Div(x, one_plus_exp_neg(op, x)), silu),
-        ("SiLU/newton", lambda op, x: newton(op, x, one_plus_exp_neg(op, x)), silu),
-        ("SiLU/abs", lambda op, x: op.Mul(x, op.Mul(op.Sigmoid(op.Abs(x)), exp_below(op, x))), silu),
-        ("SiLU/tanh", lambda op, x: (lambda half: op.Mul(half, op.Add(op.Tanh(half), 1.0)))(op.Mul(x, 0.5)), silu),
-        ("SiLU/tanh-abs", silu_tanh_abs, silu),
-        ("SiLU/relu", silu_relu, silu),
-        ("Gelu/native", lambda op, x: op.Gelu(x), gelu),
-        ("Gelu/erf", gelu_erf, gelu),
-        ("Gelu/newton", gelu_logit(LOGIT), gelu),
-        ("Gelu/abs", gelu_abs(LOGIT), gelu),
-        ("Gelu/tanh", gelu_by_tanh(LOGIT), gelu),
-        ("Gelu/relu", gelu_relu(TAIL, 6.0), gelu),
-        ("Gelu/relu5", gelu_relu(TAIL_5, 6.0), gelu),
-        ("GeluTanh/native", lambda op, x: op.Gelu(x, approximate="tanh"), gelu_tanh),
-        ("GeluTanh/newton", gelu_logit(TANH_LOGIT), gelu_tanh),
-        ("GeluTanh/abs", gelu_abs(TANH_LOGIT), gelu_tanh),
-        ("GeluTanh/relu", gelu_relu(TANH_TAIL, 5.5), gelu_tanh),
-        ("GeluTanh/tanh", gelu_by_tanh(TANH_LOGIT), gelu_tanh),
-        ("Tanh", lambda op, x: op.Tanh(x), np.tanh),
-        ("Erf/native", lambda op, x: op.Erf(x), erf),
-        ("Erf/tanh", lambda op, x: op.Tanh(logit(op, op.Mul(x, math.sqrt(2.0)), LOGIT, 0.5)), erf),
-        ("HardSigmoid", lambda op, x: op.HardSigmoid(x, **sixth), hard_sigmoid),
-        ("HardSwish/native", lambda op, x: op.HardSwish(x), lambda x: x * hard_sigmoid(x)),
-        ("HardSwish/x*HardSigmoid", lambda op, x: op.Mul(x, op.HardSigmoid(x, **sixth)), lambda x: x * hard_sigmoid(x)),
-        ("HardSwish/HardSigmoid*x", lambda op, x: op.Mul(op.HardSigmoid(x, **sixth), x), lambda x: x * hard_sigmoid(x)),
-        ("HardSwish/clip", lambda op, x: op.Mul(x, op.Clip(op.Add(op.Mul(x, 1.0 / 6.0), 0.5), 0.0, 1.0)),
-         lambda x: x * hard_sigmoid(x)),
-        ("Softplus/native", lambda op, x: op.Softplus(x), softplus),
-        ("Softplus/log", lambda op, x: op.Add(op.Relu(x), op.Log(op.Add(exp_neg_abs(op, x), 1.0))), softplus),
-        ("Softplus/fit", softplus_fit, softplus),
-        ("Softplus/sigmoid", lambda op, x: op.Sub(op.Relu(x), op.Log(op.Sigmoid(op.Abs(x)))), softplus),
-        ("Elu/native", lambda op, x: op.Elu(x), elu),
-        ("Elu/exp", lambda op, x: op.Add(op.Relu(x), op.Sub(exp_below(op, x), 1.0)), elu),
-        ("Mish/native", lambda op, x: op.Mish(x), lambda x: x * np.tanh(softplus(x))),
-        ("Square/Mul", lambda op, x: op.Mul(x, x), np.square),
-        ("Square/Pow", lambda op, x: op.Pow(x, 2.0), np.square),
-        ("Square/scaled", lambda op, x: (lambda s: op.Mul(s, s))(op.Mul(x, 1.0 / 256.0)), lambda x: np.square(x / 256.0)),
-        ("Cube/Pow", lambda op, x: op.Pow(x, 3.0), lambda x: x**3),
-        ("Cube/Mul", lambda op, x: op.Mul(op.Mul(x, x), x), lambda x: x**3),
-    ]  # fmt: skip
-    found = [Form(name, build, exact, wide, spans) for name, build, exact in anywhere]
-    above: list[tuple[str, Build, Exact]] = [
-        ("Log", lambda op, x: op.Log(x), np.log),
-        ("Sqrt", lambda op, x: op.Sqrt(x), np.sqrt),
-        ("Reciprocal/native", lambda op, x: op.Reciprocal(x), np.reciprocal),
-        ("Reciprocal/newton", newton_inverse, np.reciprocal),
-        ("Reciprocal/pow", lambda op, x: op.Pow(x, -1.0), np.reciprocal),
-        ("Rsqrt/native", lambda op, x: op.Reciprocal(op.Sqrt(x)), lambda x: x**-0.5),
-        ("Rsqrt/pow", lambda op, x: op.Pow(x, -0.5), lambda x: x**-0.5),
-    ]
-    found += [Form(name, build, exact, positive, elementwise(A16_POSITIVE)) for name, build, exact in above]
-    divide: Exact = lambda x, by: x / by
-    divisions: list[tuple[str, Build]] = [
-        ("Div/native", lambda op, x, by: op.Div(x, by)),
-        ("Div/newton", newton),
-        ("Div/pow", lambda op, x, by: op.Mul(x, op.Pow(by, -1.0))),
-    ]
-    found += [Form(n, b, divide, quotients(steps(POSITIVE)), quotients(A16_POSITIVE)) for n, b in divisions]
-    turns: list[tuple[str, Build, Exact]] = [
-        ("Sin/native", lambda op, x: op.Sin(x), np.sin),
-        ("Sin/reduced", lambda op, x: op.Sin(within_turn(op, x)), np.sin),
-        ("Cos/native", lambda op, x: op.Cos(x), np.cos),
-        ("Cos/reduced", lambda op, x: op.Cos(within_turn(op, x)), np.cos),
-    ]
-    found += [Form(name, build, exact, elementwise(steps(ANGLES)), spans) for name, build, exact in turns]
-    exps: list[tuple[str, Build]] = [
-        ("Exp/native", lambda op, x: op.Exp(x)),
-        ("Exp/clip", lambda op, x: op.Exp(op.Max(x, EXP_LOW))),
-    ]
-    return found + [Form(n, b, np.exp, wide, elementwise(A16_NEGATIVE)) for n, b in exps]
+    return last(centred, mean_square(op, centred, 1e-5))
 
 
 def reduction_forms() -> list[Form]:
@@ -317,7 +107,10 @@ def reduction_forms() -> list[Form]:
             ("RMSNorm/LpNormalization", lambda op, x: op.Mul(op.LpNormalization(x, axis=-1, p=2), op.size**0.5), rms),
             ("LayerNorm/native",
              lambda op, x: op.LayerNormalization(x, ones(op), 0.0 * ones(op), epsilon=eps), layer),
-            ("LayerNorm/sqrt", layer_norm_parts, layer),
+            ("LayerNorm/sqrt", lambda op, x: layer_norm_parts(
+                op, x, lambda c, square: op.Div(c, op.Sqrt(square))), layer),
+            ("LayerNorm/pow", lambda op, x: layer_norm_parts(
+                op, x, lambda c, square: op.Mul(c, op.Pow(square, -0.5))), layer),
         ]),
     ]  # fmt: skip
     return [Form(n, b, e, tuple(own), tuple(a16)) for own, a16, forms in groups for n, b, e in forms]
@@ -333,16 +126,15 @@ def linear_forms() -> list[Form]:
     pixel: Exact = lambda x: np.einsum("nchw,co->nohw", x, weights(x.shape[1], 64))
 
     def depthwise(x: Array) -> Array:
-        kernel, padded = weights(64, 9).reshape(64, 3, 3), np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-        height, width = x.shape[2:]
-        return sum(  # type: ignore[return-value]
-            padded[:, :, i : i + height, j : j + width] * kernel[:, i, j][:, None, None] for i in range(3) for j in range(3)
-        )
+        padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        return np.asarray(np.einsum("nchwij,cij->nchw", windows, weights(64, 9).reshape(64, 3, 3)))
 
     return [
         Form("MatMul", lambda op, x: op.MatMul(x, weights(op.size, 64)), matrix, inner, a16_inner),
         Form("Gemm", lambda op, x: op.Gemm(x, weights(op.size, 64).T, transB=1), matrix, inner, a16_inner),
         Form("MatMul/dynamic", lambda op, x, y: op.MatMul(x, y), np.matmul, pairs, pairs),
+        Form("MatMul/dynamic-int16", lambda op, x, y: op.MatMul(x, y), np.matmul, (), pairs, signed=(1,)),
         Form("Conv/1x1", lambda op, x: op.Conv(x, weights(op.size, 64).T[:, :, None, None]), pixel, image, image),
         Form("Conv/depthwise", lambda op, x: op.Conv(x, weights(64, 9).reshape(64, 1, 3, 3), group=64, pads=[1] * 4),
              depthwise, deep, deep),

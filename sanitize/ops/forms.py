@@ -7,6 +7,7 @@ stacked along the first axis, so every form works on each row (or batch entry) a
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import numpy as np
 import onnx
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Build = Callable[..., str]
+Exact = Callable[..., Array]
 
 SAMPLES = 1024
 ROWS = 16
@@ -71,12 +74,15 @@ class Form:
     """A graph, what it should compute, and the inputs it is measured on."""
 
     name: str
-    build: Callable[..., str]
+    build: Build
     """(op, *input names) to the output's name."""
-    exact: Callable[..., Array]
+    exact: Exact
     """The function in float64."""
     cases: tuple[Case, ...]
+    """For fp16; none: the form is not measured in it."""
     a16_cases: tuple[Case, ...]
+    signed: tuple[int, ...] = ()
+    """Inputs that a16 holds in symmetric int16; the others are uint16."""
 
 
 def sample(low: float, high: float, count: int = SAMPLES) -> Array:
@@ -88,7 +94,7 @@ def sample(low: float, high: float, count: int = SAMPLES) -> Array:
 
 def steps(edges: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
     """Neighbouring edges as intervals."""
-    return tuple(zip(edges, edges[1:], strict=False))
+    return tuple(itertools.pairwise(edges))
 
 
 def elementwise(spans: Iterable[tuple[float, float]]) -> tuple[Case, ...]:

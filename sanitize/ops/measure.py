@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -23,7 +24,6 @@ from sanitize.ops.table import FormResult, OpTable, Row
 OPSET, IR_VERSION = 24, 11
 TIMEOUT_SECONDS = 120.0
 LARGEST, SMALLEST_NORMAL = 65504.0, 2.0**-14
-GRID = 65535
 REASON_CHARS = 200
 
 
@@ -41,26 +41,33 @@ def measure(
     results: dict[str, FormResult] = {}
     one = _fp16 if precision == "fp16" else _a16
     with tempfile.TemporaryDirectory() as folder:
-        start = lambda: child.Worker("operators", log=Path(folder) / "log", explain=qnn.explain)
-        worker = start()
+        worker = None
         try:
             for form in forms:
-                run = lambda model, feeds: worker.call(
-                    _on_npu, model, chip.soc_model, precision == "fp16", feeds, timeout_s=TIMEOUT_SECONDS
-                ).value
+                if not (form.cases if precision == "fp16" else form.a16_cases):
+                    continue
+                if worker is None or worker.pipe.closed:
+                    worker = child.Worker("operators", log=Path(folder) / "log", explain=qnn.explain)
+                run = functools.partial(_call, worker, chip.soc_model, precision == "fp16")
                 try:
                     results[form.name] = one(form, run)
                 except RingstepError as error:
                     results[form.name] = FormResult(form.name, _count(form, precision), 0, _reason(str(error)), ())
-                    if worker.pipe.closed:
-                        worker = start()
                 done(1)
         finally:
-            worker.close()
+            if worker is not None:
+                worker.close()
     return OpTable(chip.name, chip.htp_arch, precision, qnn.version(), results)
 
 
 Run = Callable[[bytes, dict[str, Array]], tuple[Array, int]]
+
+
+class Grid(NamedTuple):
+    """Of a quantised tensor; the zero point has the codes' type."""
+
+    scale: float
+    zero: Array
 
 
 def _fp16(form: Form, run: Run) -> FormResult:
@@ -93,20 +100,21 @@ def _a16(form: Form, run: Run) -> FormResult:
     for case in form.a16_cases:
         nodes, names = _nodes(form, case.size, len(case.inputs))
         ops = len(nodes.nodes)
-        grids = [grid_of(array) for array in case.inputs]
-        codes = [quantise(array, *grid) for array, grid in zip(case.inputs, grids, strict=True)]
-        exact = [(code.astype(np.float64) - zero) * scale for code, (scale, zero) in zip(codes, grids, strict=True)]
+        grids = [grid_of(a, signed=index in form.signed) for index, a in enumerate(case.inputs)]
+        codes = [quantise(array, grid) for array, grid in zip(case.inputs, grids, strict=True)]
+        exact = [dequantise(code, grid) for code, grid in zip(codes, grids, strict=True)]
         feeds = dict(zip(names, codes, strict=True))
         truth = _truth(form, exact)
-        model, (scale, zero) = _a16_model(nodes, dict(zip(names, grids, strict=True)), dict(zip(names, exact, strict=True)))
-        got, npu_ops = run(model, feeds)
-        row = compare(form.name, case, truth, (got.astype(np.float64) - zero) * scale, (scale, zero))
+        model, grid = _a16_model(nodes, dict(zip(names, grids, strict=True)), dict(zip(names, exact, strict=True)))
+        got, taken = run(model, feeds)
+        npu_ops = taken - 1
+        row = compare(form.name, case, truth, dequantise(got[: len(truth)], grid), grid)
         rows += [row] if row else []
     return FormResult(form.name, ops, npu_ops, "", tuple(rows))
 
 
-def compare(form: str, case: Case, truth: Array, got: Array, grid: tuple[float, int] | None = None) -> Row | None:
-    """One row: fp16 output, or codes on `grid` (scale, zero point); None where no truth fits in the type."""
+def compare(form: str, case: Case, truth: Array, got: Array, grid: Grid | None = None) -> Row | None:
+    """One row of an fp16 output, or of one on a grid; None where no truth fits in the type."""
     if grid is None:
         fits = np.abs(truth) <= LARGEST
         truth, got = truth[fits], got[fits]
@@ -114,8 +122,7 @@ def compare(form: str, case: Case, truth: Array, got: Array, grid: tuple[float, 
         # What rounds to zero is zero, or else a clean zero would count as pure noise.
         truth = np.where(ideal == 0.0, 0.0, truth)
     else:
-        scale, zero = grid
-        ideal = (quantise(truth, scale, zero).astype(np.float64) - zero) * scale
+        ideal = dequantise(quantise(truth, grid), grid)
     if not truth.size:
         return None
     finite = np.isfinite(got)
@@ -126,21 +133,30 @@ def compare(form: str, case: Case, truth: Array, got: Array, grid: tuple[float, 
         snr_db=_db(snr_db(truth, got)), ideal_db=_db(snr_db(truth, ideal)),
         max_rel=_digits(float((error[normal] / np.abs(truth[normal])).max(initial=0.0))),
         max_abs=_digits(float(error.max(initial=0.0))),
-        max_steps=_digits(float(error.max(initial=0.0) / grid[0])) if grid else 0.0,
+        max_steps=_digits(float(error.max(initial=0.0) / grid.scale)) if grid else 0.0,
         count=int(truth.size), nonfinite=int((~finite).sum()), flushed=int(((got == 0.0) & (ideal != 0.0)).sum()),
     )  # fmt: skip
 
 
-def grid_of(values: Array) -> tuple[float, int]:
-    """Scale and zero point of a 16-bit grid that holds the values and zero."""
+def grid_of(values: Array, signed: bool = False) -> Grid:
+    """A 16-bit grid that holds the values and zero: uint16, or symmetric int16."""
     low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
-    scale = float(np.float32(max(high - low, 1e-12) / GRID))
-    return scale, round(-low / scale)
+    if signed:
+        return Grid(float(np.float32(max(-low, high, 1e-12) / 32767.0)), np.array(0, np.int16))
+    scale = float(np.float32(max(high - low, 1e-12) / 65535.0))
+    return Grid(scale, np.array(min(round(-low / scale), 65535), np.uint16))
 
 
-def quantise(values: Array, scale: float, zero: int) -> Array:
-    """Codes of the values, uint16."""
-    return np.clip(np.rint(values / scale) + zero, 0, GRID).astype(np.uint16)
+def quantise(values: Array, grid: Grid) -> Array:
+    """Codes of the values."""
+    limits = np.iinfo(grid.zero.dtype)
+    codes = np.clip(np.rint(values / grid.scale) + int(grid.zero), limits.min, limits.max)
+    return np.asarray(codes.astype(grid.zero.dtype))
+
+
+def dequantise(codes: Array, grid: Grid) -> Array:
+    """Values of the codes, in float64."""
+    return np.asarray((codes.astype(np.float64) - int(grid.zero)) * grid.scale)
 
 
 def _truth(form: Form, inputs: list[Array]) -> Array:
@@ -177,69 +193,70 @@ def _fp16_model(nodes: Ops, feeds: dict[str, Array]) -> bytes:
     return _model(nodes.nodes, inputs, output, _floats(nodes.constants, np.float16))
 
 
-def _a16_model(
-    nodes: Ops, grids: dict[str, tuple[float, int]], values: dict[str, Array]
-) -> tuple[bytes, tuple[float, int]]:
-    """Q/DQ pairs around every node, uint16 inputs and output, weights (rank 2 and more) int8 with scale 1/128."""
+def _a16_model(nodes: Ops, grids: dict[str, Grid], values: dict[str, Array]) -> tuple[bytes, Grid]:
+    """Q/DQ pairs around every node, codes in and, twice, out; weights (rank 2 and more) are int8 with scale 1/128."""
     tensors = _evaluate(nodes, values)
     constants: dict[str, Array] = {}
     written: list[Any] = []
+    grid = Grid(1.0, np.array(0, np.uint16))
 
-    def pair(kind: str, source: str, target: str, scale: float, zero: Array) -> None:
-        constants[f"{target}_scale"], constants[f"{target}_zero"] = np.float32(scale), zero  # type: ignore[assignment]
+    def convert(kind: str, source: str, target: str, grid: Grid) -> None:
+        constants[f"{target}_scale"], constants[f"{target}_zero"] = np.array(grid.scale, np.float32), grid.zero
         inputs = [source, f"{target}_scale", f"{target}_zero"]
         written.append(helper.make_node(kind, inputs, [target], name=f"{kind}_{target}"))
 
-    for name, (scale, zero) in grids.items():
-        pair("DequantizeLinear", name, f"{name}_dq", scale, np.array(zero, np.uint16))
-    renamed = {name: f"{name}_dq" for name in grids}
-    grid = (1.0, 0)
+    def constant(name: str, node: Any) -> str:
+        array = nodes.constants[name]
+        bound = node.op_type in ("Clip", "Pow") and name != node.input[0]
+        if array.dtype == np.int64 or bound:
+            constants[name] = array if array.dtype == np.int64 else array.astype(np.float32)
+            return name
+        own = Grid(1.0 / 128.0, np.array(0, np.int8)) if array.ndim >= 2 else grid_of(array)
+        constants[f"{name}_q"] = quantise(array, own)
+        convert("DequantizeLinear", f"{name}_q", name, own)
+        return name
+
+    for name, own in grids.items():
+        convert("DequantizeLinear", name, f"{name}_dq", own)
     for node in nodes.nodes:
-        inputs = []
-        for position, name in enumerate(node.input):
-            if name not in nodes.constants:
-                inputs.append(renamed[name])
-                continue
-            constant = nodes.constants[name]
-            inputs.append(name)
-            if constant.dtype == np.int64 or (position and node.op_type in ("Clip", "Pow")):
-                constants[name] = constant if constant.dtype == np.int64 else constant.astype(np.float32)
-            elif constant.ndim >= 2:
-                constants[f"{name}_q"] = np.rint(constant * 128.0).astype(np.int8)
-                pair("DequantizeLinear", f"{name}_q", name, 1.0 / 128.0, np.array(0, np.int8))
-            else:
-                scale, zero = grid_of(constant)
-                constants[f"{name}_q"] = quantise(constant, scale, zero)
-                pair("DequantizeLinear", f"{name}_q", name, scale, np.array(zero, np.uint16))
-        result = node.output[0]
+        inputs = [constant(name, node) if name in nodes.constants else f"{name}_dq" for name in node.input]
+        (result,) = node.output
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
-        del copy.input[:], copy.output[:]
-        copy.input.extend(inputs)
-        copy.output.append(f"{result}_float")
+        copy.input[:], copy.output[:] = inputs, [f"{result}_float"]
         written.append(copy)
         grid = grid_of(tensors[result])
-        pair("QuantizeLinear", f"{result}_float", result, grid[0], np.array(grid[1], np.uint16))
-        if result != "y":
-            pair("DequantizeLinear", result, f"{result}_dq", grid[0], np.array(grid[1], np.uint16))
-            renamed[result] = f"{result}_dq"
-    inputs = [helper.make_tensor_value_info(n, TensorProto.UINT16, a.shape) for n, a in values.items()]
-    output = helper.make_tensor_value_info("y", TensorProto.UINT16, None)
-    return _model(written, inputs, output, constants), grid
+        convert("QuantizeLinear", f"{result}_float", result, grid)
+        convert("DequantizeLinear", result, f"{result}_dq", grid)
+    # The plugin replaces the grids of Sigmoid, Tanh and others by fixed ones, and a graph output then lies on a grid
+    # that it does not have: a copy stands between.
+    written.append(helper.make_node("Concat", ["y_dq", "y_dq"], ["twice_float"], name="copy", axis=0))
+    convert("QuantizeLinear", "twice_float", "twice", grid)
+    kind = lambda grid: helper.np_dtype_to_tensor_dtype(grid.zero.dtype)
+    inputs = [helper.make_tensor_value_info(n, kind(grids[n]), a.shape) for n, a in values.items()]
+    return _model(written, inputs, helper.make_tensor_value_info("twice", kind(grid), None), constants), grid
 
 
 def _evaluate(nodes: Ops, values: dict[str, Array]) -> dict[str, Array]:
-    """Every tensor of the graph in float32."""
+    """Every tensor of the graph, in float64: float32 would overflow on the way."""
     from onnx.reference import ReferenceEvaluator
 
-    inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in values.items()]
-    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None) for node in nodes.nodes]
+    inputs = [helper.make_tensor_value_info(n, TensorProto.DOUBLE, a.shape) for n, a in values.items()]
+    outputs = [helper.make_tensor_value_info(node.output[0], TensorProto.DOUBLE, None) for node in nodes.nodes]
     graph = helper.make_graph(nodes.nodes, "form", inputs, outputs, [
-        numpy_helper.from_array(a, n) for n, a in _floats(nodes.constants, np.float32).items()])  # fmt: skip
+        numpy_helper.from_array(a, n) for n, a in _floats(nodes.constants, np.float64).items()])  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     with np.errstate(all="ignore"):
-        found = ReferenceEvaluator(model).run(None, {n: a.astype(np.float32) for n, a in values.items()})
+        found = ReferenceEvaluator(model).run(None, values)
     return {node.output[0]: np.asarray(a) for node, a in zip(nodes.nodes, found, strict=True)}
+
+
+def _call(
+    worker: child.Worker, soc_model: int, fp16: bool, model: bytes, feeds: dict[str, Array]
+) -> tuple[Array, int]:
+    outcome = worker.call(_on_npu, model, soc_model, fp16, feeds, timeout_s=TIMEOUT_SECONDS)
+    output, nodes = outcome.value
+    return output, nodes
 
 
 def _on_npu(model: bytes, soc_model: int, fp16: bool, feeds: dict[str, Array]) -> tuple[Array, int]:
@@ -254,6 +271,10 @@ def _on_npu(model: bytes, soc_model: int, fp16: bool, feeds: dict[str, Array]) -
 
 def _reason(message: str) -> str:
     text = re.sub(r"; log: \S+$", "", message).removeprefix("operators: ")
+    if "CPU EP" in text or "Unsupported nodes" in text:
+        return "the plugin leaves it to the CPU"
+    if "QNNExecutionProvider_" in text:  # the plugin's name of the whole graph
+        return "the compiler fails on the graph"
     return child.one_line(re.sub(r"/\S+/", "", text))[:REASON_CHARS]
 
 

@@ -158,7 +158,7 @@ def save(table: OpTable, path: Path) -> None:
     """Write a table as JSON, a line a row."""
     forms = []
     for form in table.forms.values():
-        rows = ",\n".join("    " + json.dumps(astuple(row)[1:]) for row in form.rows)
+        rows = ",\n".join("[" + ",".join(f"{value:.6g}" for value in astuple(row)[1:]) + "]" for row in form.rows)
         head = {"name": form.name, "ops": form.ops, "npu_ops": form.npu_ops, "refused": form.refused}
         text = json.dumps(head)[:-1] + ', "rows": ['
         forms.append(f"  {text}\n{rows}\n  ]}}" if rows else f"  {text}]}}")
@@ -185,6 +185,9 @@ def read(path: Path) -> OpTable:
         name = form["name"]
         if not isinstance(name, str) or name in forms or not isinstance(form["rows"], list):
             raise RingstepError(f"{path}: form {name!r} is listed twice or malformed")
+        for key, kind in (("ops", int), ("npu_ops", int), ("refused", str)):
+            if type(form[key]) is not kind:
+                raise RingstepError(f"{path}: {name}: {key} is {form[key]!r}")
         rows = tuple(_row(name, values, f"{path}: {name}") for values in form["rows"])
         forms[name] = FormResult(name, form["ops"], form["npu_ops"], form["refused"], rows)
     return OpTable(head["chip"], head["arch"], head["precision"], head["version"], forms)
@@ -206,4 +209,5 @@ def _row(form: str, values: Any, where: str) -> Row:
     for column, value in zip(COLUMNS, values, strict=True):
         if isinstance(value, bool) or not isinstance(value, int if column in _WHOLE else (int, float)):
             raise RingstepError(f"{where}: {column} is {value!r}, no number")
-    return Row(form, *values)
+    typed: list[Any] = [v if c in _WHOLE else float(v) for c, v in zip(COLUMNS, values, strict=True)]
+    return Row(form, *typed)

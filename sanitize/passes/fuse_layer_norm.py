@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
@@ -49,7 +48,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         old, name = norm.last.outputs[0], norm.last.name or norm.last.op_type
         size = match.inner(norm.x)
         assert size is not None
-        weight = norm.weight or graphs.constant(norm.last, f"{name}/ones", match.floats(norm.x, np.ones(size)))
+        weight = norm.weight or graphs.constant(norm.last, f"{name}/ones", match.floats(norm.x, [1.0] * size))
         vectors = [v if match.rank(v) == 1 else match.emit(norm.last, "Reshape", v, match.ints(size))
                    for v in (weight, norm.bias) if v is not None]  # fmt: skip
         new = graphs.insert(
@@ -80,7 +79,10 @@ def _match(mean: ir.Node) -> Found | None:
         return None
     # The same difference may have been computed twice.
     twins = [d for step in norm.steps for v in step.inputs if (d := graphs.made_by(v, "Sub")) and same(v, norm.x)]
-    nodes = [*norm.steps, *twins, apart, average]
+    casts = [
+        c for step in norm.steps for v in step.inputs if (c := graphs.made_by(v, "Cast")) and c.inputs[0] is norm.x
+    ]
+    nodes = [*norm.steps, *twins, *casts, apart, average]
     last, weight = norm.last, norm.weight
     if weight is None:
         before, down = cast_back(x, last)

@@ -44,7 +44,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     changes = []
     for norm in norms:
         old = norm.last.outputs[0]
-        result = _rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old)
+        result = rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old)
         changes.append(Change(norm.last.name or norm.last.op_type, "decomposed RMSNorm fused into RMSNormalization"))
         graphs.replace(old, result)
         casts = [value.producer() for value in (norm.steps[0].inputs[0], norm.steps[-1].inputs[0]) if value]
@@ -52,7 +52,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     return changes + [change for node in native if (change := _respell(node, target)) is not None]
 
 
-def _rms_norm(
+def rms_norm(
     before: ir.Node, x: ir.Value, weight: ir.Value | None, eps: float, target: Target, like: ir.Value
 ) -> ir.Value:
     name = before.name or before.op_type
@@ -103,27 +103,27 @@ def _is_unsafe(node: ir.Node, target: Target) -> bool:
     if not target.htp or node.op_type != "RMSNormalization" or node.domain not in ("", "ai.onnx"):
         return False
     x = node.inputs[0]
-    if x is None or x.shape is None or _is_safe(x) or not _on_last(node, x):
+    if x is None or x.shape is None or _is_safe(x) or not on_last(node, x):
         return False
     size = match.inner(x)
     return size is not None and _rows(x, size) is not None
 
 
-def _on_last(node: ir.Node, x: ir.Value) -> bool:
+def on_last(node: ir.Node, x: ir.Value) -> bool:
     axis = graphs.attribute(node, "axis", -1)
     return axis == -1 or axis == (match.rank(x) or 0) - 1
 
 
 def _respell(node: ir.Node, target: Target) -> Change | None:
     x, weight, old = node.inputs[0], node.inputs[1], node.outputs[0]
-    if x is None or match.inner(x) is None or not _on_last(node, x):
+    if x is None or match.inner(x) is None or not on_last(node, x):
         return None
     if any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         return None
     what = f"{node.op_type} on a matrix, the form HTP computes rightly"
     if node.op_type != "RMSNormalization":
         what = f"{node.op_type} renamed to RMSNormalization"
-    result = _rms_norm(node, x, weight, graphs.attribute(node, "epsilon", 1e-5), target, like=old)
+    result = rms_norm(node, x, weight, graphs.attribute(node, "epsilon", 1e-5), target, like=old)
     graphs.replace(old, result)
     graphs.remove(node)
     return Change(node.name or node.op_type, what)

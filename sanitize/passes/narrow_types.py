@@ -7,7 +7,7 @@ Constants are checked to fit; sums and products of them are taken to fit, as the
 the compiler reads them as parameters.
 
 HTP takes bool nearly everywhere: inputs, outputs, logic, Where's condition, and Reshape, Concat, Gather and their kind.
-The operators in BOOL_DATA, which it refuses on bools, go through int32.
+The operators in BOOL_DATA, which it refuses on bools, go through int32; Pad, which it refuses on int32, through float.
 
 float64 becomes float32, and chains of casts collapse where the first one is exact, on every target.
 """
@@ -27,7 +27,9 @@ from sanitize.stream import chunks, mapped
 from sanitize.target import Target
 
 D = ir.DataType
-BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,)}
+BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,),
+             "GatherND": (0,), "ScatterElements": (0, 2)}  # fmt: skip
+"""Operators that HTP refuses on bools, with the inputs that hold them."""
 PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0}
 """From this input on, int64 stays: compile-time parameters, and kernels that ONNX Runtime lacks for int32."""
 CONSTANTS = ("Constant", "ConstantOfShape")
@@ -237,20 +239,22 @@ def _tie_bodies(node: ir.Node, ties: Ties) -> None:
 
 
 def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
-    """Make one value int32: its constant, the node that makes it, or a Cast behind that; casts where int64 is wanted."""
+    """Make one value int32: its constant, its node, or a Cast behind that; and casts where int64 is wanted."""
     node, name = value.producer(), value.name or ""
-    kept = [use for use in value.uses() if (use.node, use.idx) in ties.insists]
+    kept = [slot for slot in ((use.node, use.idx) for use in value.uses()) if slot in ties.insists]
     if _is_constant(value) and kept:
         if not _free_uses([value], ties):
             return []
         tensor = graphs.tensor(value)
         assert tensor is not None
-        copy = _constant_like(value, kept[0].node, _to_int32(tensor, name))
+        copy = _constant_like(value, kept[0][0], _to_int32(tensor, name))
         graphs.replace(value, copy)
-        for use in kept:
-            use.node.replace_input_with(use.idx, value)
+        for reader, index in kept:
+            reader.replace_input_with(index, value)
         return [Change(name, "constant int64 -> int32")]
-    what = "input" if value.is_graph_input() else "output" if outer else "constant"
+    what = "constant" if _is_constant(value) else "tensor"
+    if outer:
+        what = "input" if value.is_graph_input() else "output"
     if value in ties.made:
         assert node is not None
         cast = _cast_behind(value, kept)
@@ -265,11 +269,10 @@ def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
     elif node is not None and node.op_type == "Cast":
         node.attributes["to"] = ir.AttrInt64("to", D.INT32)
     value.dtype = D.INT32
-    for use in kept:
-        wide = graphs.insert(use.node, "Cast", [value], {"to": D.INT64}, name=f"{name}_int64", like=value, dtype=D.INT64)
-        use.node.replace_input_with(use.idx, wide)
-    told = outer or what == "input" or _is_constant(value) or (node is not None and node.op_type in ("Cast", *CONSTANTS))
-    return [Change(name, f"{what if outer or _is_constant(value) else 'tensor'} int64 -> int32")] if told else []
+    for reader, index in kept:
+        wide = graphs.insert(reader, "Cast", [value], {"to": D.INT64}, name=f"{name}_int64", like=value, dtype=D.INT64)
+        reader.replace_input_with(index, wide)
+    return [Change(name, f"{what} int64 -> int32")]
 
 
 def _constant_like(value: ir.Value, near: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
@@ -282,7 +285,7 @@ def _constant_like(value: ir.Value, near: ir.Node, tensor: ir.TensorProtocol) ->
     return new
 
 
-def _cast_behind(value: ir.Value, kept: list[ir.Usage]) -> ir.Value:
+def _cast_behind(value: ir.Value, kept: list[Slot]) -> ir.Value:
     """A Cast to int32 after the node that makes `value`; everyone reads that but those that insist on int64."""
     node = value.producer()
     assert node is not None and isinstance(node.graph, ir.Graph)
@@ -292,8 +295,8 @@ def _cast_behind(value: ir.Value, kept: list[ir.Usage]) -> ir.Value:
     cast.dtype, cast.shape = D.INT32, value.shape
     node.graph.insert_after(node, wide)
     graphs.replace(value, cast)
-    for use_node, index in [(wide, 0), *((use.node, use.idx) for use in kept)]:
-        use_node.replace_input_with(index, value)
+    for reader, index in [(wide, 0), *kept]:
+        reader.replace_input_with(index, value)
     return cast
 
 
@@ -301,7 +304,7 @@ def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     for chunk in chunks(tensor):
         wrong = (chunk < INT32.min) | (chunk > INT32.max)
         if wrong.any():
-            raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]} does not fit in int32, which the NPU computes with")
+            raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]} does not fit in int32, the NPU's integers")
     return mapped(tensor, D.INT32, lambda chunk: chunk.astype(np.int32))
 
 
@@ -309,27 +312,29 @@ def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
 
 
 def _bools(model: ir.Model) -> list[Change]:
-    """Take the operators that HTP refuses on bools through int32."""
+    """Take the operators that HTP refuses on bools through a type that it takes."""
     changes = []
     for node in graphs.every_node(model):
-        slots = BOOL_DATA.get(node.op_type)
-        data = [i for i in slots or () if i < len(node.inputs) and node.inputs[i] is not None]
+        graph, slots = node.graph, BOOL_DATA.get(node.op_type, ())
+        data = [i for i in slots if i < len(node.inputs) and node.inputs[i] is not None]
+        assert isinstance(graph, ir.Graph)
         if not data or any(node.inputs[i].dtype != D.BOOL for i in data):  # type: ignore[union-attr]
             continue
+        kind = D.FLOAT if node.op_type == "Pad" else D.INT32
         for i in data:
-            value, name = node.inputs[i], f"{node.name or node.op_type}/int32"
-            wide = graphs.insert(node, "Cast", [value], {"to": D.INT32}, name=name, like=value, dtype=D.INT32)
+            value, name = node.inputs[i], f"{node.name or node.op_type}/{kind.name.lower()}"
+            wide = graphs.insert(node, "Cast", [value], {"to": kind}, name=name, like=value, dtype=kind)
             node.replace_input_with(i, wide)
         if node.op_type != "Equal":
             old = node.outputs[0]
-            back = ir.node("Cast", [old], {"to": D.BOOL}, name=graphs.unique_name(node.graph, f"{node.name}/bool"))
-            back.outputs[0].name = graphs.unique_name(node.graph, f"{node.name}/bool_output")
+            back = ir.node("Cast", [old], {"to": D.BOOL}, name=graphs.unique_name(graph, f"{node.name}/bool"))
+            back.outputs[0].name = graphs.unique_name(graph, f"{node.name}/bool_output")
             back.outputs[0].dtype, back.outputs[0].shape = D.BOOL, old.shape
-            node.graph.insert_after(node, back)
+            graph.insert_after(node, back)
             graphs.replace(old, back.outputs[0])
             back.replace_input_with(0, old)
-            old.dtype = D.INT32
-        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through int32"))
+            old.dtype = kind
+        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through {kind.name.lower()}"))
     return changes
 
 

@@ -1,11 +1,11 @@
 """Rank-0 axes, starts, ends, steps, shapes and counts, where ONNX wants a list: made lists of one.
 
-Exporters write such scalars as initializers, Constant nodes, or as an attribute of one int in place of a list; ONNX
-Runtime's CPU kernels refuse them at run time and shape inference stops there. The scalar stays for whoever else reads it.
+Exporters write such scalars as initializers, Constant nodes, or as an attribute of one int in place of a list. ONNX
+Runtime's CPU kernels refuse them at run time, and shape inference stops there. Who else reads a scalar keeps it.
 
-Scalars elsewhere stay as they are, since HTP's compiler takes them wherever it takes the operator: as inputs and outputs of
-the graph, as intermediates, as Gather's index, as operands of arithmetic, comparisons and Where, as scales and zero
-points, as bounds of Clip (ONNX wants those scalar) and as CumSum's axis.
+Scalars elsewhere stay as they are, since HTP's compiler takes them wherever it takes the operator: as inputs and
+outputs of the graph, as intermediates, as Gather's index, as operands of arithmetic, comparisons and Where, as scales
+and zero points, as bounds of Clip (ONNX wants those scalar) and as CumSum's axis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Promoted = dict[tuple[ir.Value, ir.Graph], ir.Value]
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
-    """Promote every scalar that stands where a list belongs; types are inferred anew, as they were unknown behind it."""
+    """Promote every scalar that stands where a list belongs, and infer the types behind it, which were unknown."""
     changes: list[Change] = []
     promoted: Promoted = {}
     for node in graphs.every_node(model):
@@ -73,7 +73,7 @@ def _remove_unused(value: ir.Value) -> None:
     if node := value.producer():
         graphs.remove(node)
     elif value.graph is not None and value.name in value.graph.initializers:
-        value.graph.initializers.pop(value.name)
+        value.graph.initializers.pop(value.name or "")
 
 
 PASS = Pass("rank0", "make scalars lists where ONNX wants a list: axes, starts, ends, steps, shapes", run)

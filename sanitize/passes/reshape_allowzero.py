@@ -1,8 +1,8 @@
 """Reshape with allowzero=1, as the dynamo exporter writes it, without the attribute.
 
 allowzero=1 says that a 0 in the shape is a dimension of size 0; without it a 0 copies the input's dimension. Where the
-shape holds no 0 both mean the same. The shape is a constant, or made of constants and of dims of static tensors; then it
-becomes a constant. Where a 0 cannot be ruled out, converters for phones would go wrong, so that is an error for
+shape holds no 0 both mean the same. The shape is a constant, or made of constants and of dims of static tensors; then
+it becomes a constant. Where a 0 cannot be ruled out, converters for phones would go wrong, so that is an error for
 qnn-htp; runtimes on a CPU know the attribute and keep it.
 """
 
@@ -26,15 +26,17 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     changes: list[Change] = []
     known: dict[ir.Value, Dims | None] = {}
     for node in graphs.every_node(model):
-        if node.op_type != "Reshape" or node.domain not in ("", "ai.onnx") or not graphs.attribute(node, "allowzero", 0):
+        if node.op_type != "Reshape" or node.domain not in ("", "ai.onnx"):
             continue
         shape = node.inputs[1]
+        if shape is None or not graphs.attribute(node, "allowzero", 0):
+            continue
         sizes = evaluate(shape, known)
         if sizes is None:
             sizes = _from_output(node)
         if sizes is None or 0 in sizes:
             if target.htp:
-                raise RingstepError(_why(node, sizes))
+                raise RingstepError(_why(node, shape, sizes))
             continue
         what = "allowzero=1 cleared"
         if graphs.tensor(shape) is None:
@@ -45,14 +47,14 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     return changes
 
 
-def _why(node: ir.Node, sizes: Dims | None) -> str:
+def _why(node: ir.Node, shape: ir.Value, sizes: Dims | None) -> str:
     where = f"node {node.name or node.outputs[0].name!r} (Reshape with allowzero=1)"
     if sizes is None:
         return (
-            f"{where}: its shape {node.inputs[1].name!r} is computed from sizes that are not fixed, so a 0 cannot be ruled "
-            "out; export with fixed input shapes"
+            f"{where}: its shape {shape.name!r} is computed from sizes that are not fixed, so a 0 cannot be ruled out; "
+            "export with fixed input shapes"
         )
-    return f"{where}: its shape {list(sizes)} holds a 0, so its tensor is empty, which the NPU cannot hold; cut that part off"
+    return f"{where}: its shape {list(sizes)} holds a 0: an empty tensor, which the NPU cannot hold; cut that part off"
 
 
 def _from_output(node: ir.Node) -> Dims | None:
@@ -75,7 +77,7 @@ def evaluate(value: ir.Value | None, known: dict[ir.Value, Dims | None], depth: 
 def _compute(value: ir.Value, known: dict[ir.Value, Dims | None], depth: int) -> Dims | None:
     constant = graphs.array(value, 64)
     if constant is not None:
-        return tuple(int(x) for x in constant.reshape(-1)) if constant.dtype.kind in "iu" and constant.ndim < 2 else None
+        return tuple(map(int, constant.reshape(-1))) if constant.dtype.kind in "iu" and constant.ndim < 2 else None
     node = value.producer()
     if node is None or node.domain not in ("", "ai.onnx") or not node.inputs:
         return None
@@ -101,10 +103,12 @@ def _compute(value: ir.Value, known: dict[ir.Value, Dims | None], depth: int) ->
     if node.op_type == "Slice" and len(rest) >= 2 and all(len(part) == 1 for part in rest):
         step = rest[3][0] if len(rest) > 3 else 1
         return first[rest[0][0] : rest[1][0] : step] if step > 0 else None
-    if node.op_type in ARITHMETIC and len(rest) == 1 and (len(first) == len(rest[0]) or 1 in (len(first), len(rest[0]))):
-        return tuple(int(x) for x in ARITHMETIC[node.op_type](np.array(first), np.array(rest[0])))
-    if node.op_type == "Div" and len(rest) == 1 and len(first) == len(rest[0]) and min(first + rest[0], default=0) > 0:
-        return tuple(a // b for a, b in zip(first, rest[0], strict=True))
+    if len(rest) == 1 and (len(first) == len(rest[0]) or 1 in (len(first), len(rest[0]))):
+        a, b = np.array(first), np.array(rest[0])
+        if node.op_type in ARITHMETIC:
+            return tuple(map(int, ARITHMETIC[node.op_type](a, b)))
+        if node.op_type == "Div" and min(first + rest[0], default=0) > 0:
+            return tuple(map(int, a // b))
     return None
 
 

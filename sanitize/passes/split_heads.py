@@ -6,8 +6,8 @@
                                               k ─ Reshape [h, d, m] ─ Split ─ [1, d, m] ─┘
 
 A chain starts at a MatMul of two activations whose only batch dimension is the heads, and goes on through elementwise
-operators, Softmax, reductions, Concat, Split, Transpose and Reshape as long as heads stay apart; behind it the parts are
-put together again. Other operands are split, or go to each head as they are where they are the same for all.
+operators, Softmax, reductions, Concat, Split, Transpose and Reshape as long as heads stay apart; behind it the parts
+are put together again. Other operands are split, or go to each head as they are where they are the same for all.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sanitize.rules import caches, memory, operators, shapes, types, weights
+from sanitize.rules import accuracy, caches, memory, operators, shapes, types, weights
 from sanitize.rules.subject import Rule
 
 HTP = ("qnn-htp",)
@@ -12,8 +12,8 @@ ALL = HTP + CPU
 RULES = (
     Rule(
         "unsupported-operator", "error", HTP, "an operator that the chip lacks",
-        "The compiler refused the operator's smallest model on this architecture; a node that is refused sends the graph "
-        "back to the CPU, or stops the compilation.",
+        "The compiler refused the operator's smallest model on this architecture. A node that it refuses runs on the "
+        "CPU, or stops the compilation.",
         "rewrite it with operators that the chip has", None, operators.unsupported,
     ),
     Rule(
@@ -28,8 +28,9 @@ RULES = (
     ),
     Rule(
         "beside-xnnpack", "warning", ("xnnpack",), "a node that XNNPACK leaves to the CPU provider",
-        "XNNPACK takes few operators, most of them in two dimensions or over images; the rest runs on the CPU provider.",
-        "nothing is wrong; where such nodes dominate, the CPU provider alone is as fast", None, operators.beside_xnnpack,
+        "XNNPACK takes few operators, most of them over matrices or images; the rest runs on the CPU provider.",
+        "nothing is wrong; where such nodes dominate, the CPU provider alone is as fast", None,
+        operators.beside_xnnpack,
     ),
     Rule(
         "if-branches", "error", HTP, "an If whose branch reads a weight of the graph around it",
@@ -39,18 +40,19 @@ RULES = (
     Rule(
         "norm-rows", "error", HTP, "RMSNormalization over more than 8 rows",
         "HTP's kernel returns garbage rows, without an error, when the third dim from the end exceeds 8.",
-        "reshape to [rows, size] around it", "lower", operators.norm_rows,
+        "reshape to [rows, size] around it", None, operators.norm_rows,
     ),
     Rule(
-        "output-encoding", "error", HTP, "a 16-bit Sigmoid or Tanh in an encoding of its own",
-        "HTP's 16-bit Sigmoid and HardSigmoid always write in scale 2^-16, zero point 0, Tanh in 2^-15, 32768: any other "
-        "output encoding compiles and then misreads the result.",
+        "output-encoding", "error", HTP, "a 16-bit Sigmoid, Tanh or Log in an encoding that its kernel cannot write",
+        "HTP's 16-bit Sigmoid and HardSigmoid always write in scale 2^-16, zero point 0, Tanh in 2^-15, 32768. With "
+        "any other output encoding the graph compiles and misreads the result. Log and LogSoftmax collapse when the "
+        "output scale is 2^-14 and 2^-16 or finer.",
         "quantise its output in the kernel's encoding", None, operators.output_encodings,
     ),
     Rule(
         "nan-guard", "warning", ALL, "a NaN guard left by an exporter",
-        "Exporters guard softmax rows that are masked whole; finite masks make no NaN, and the guard costs two kernels a "
-        "layer and hides what goes wrong.",
+        "Exporters guard softmax rows that are masked whole; finite masks make no NaN, and the guard costs two kernels "
+        "a layer and hides what goes wrong.",
         "remove the IsNaN and its Where", "nan-guards", operators.nan_guards,
     ),
     Rule(
@@ -70,8 +72,8 @@ RULES = (
     ),
     Rule(
         "rank-0", "note", HTP, "scalars of rank 0",
-        "This compiler takes them, as the observations say; converters of older SDKs do not, and hosts disagree on how to "
-        "feed them.",
+        "This compiler takes them, as the observations say; converters of older SDKs do not, and hosts disagree on how "
+        "to feed them.",
         "give it the shape [1]", "rank0", shapes.scalars,
     ),
     Rule(
@@ -82,7 +84,7 @@ RULES = (
     ),
     Rule(
         "allowzero", "warning", HTP, "Reshape with allowzero=1",
-        "Without a zero in the shape it means nothing, but converters refuse the attribute; with one the tensor is empty.",
+        "Without a zero in the shape it means nothing, but converters refuse it; with one the tensor is empty.",
         "clear the attribute", "reshape-allowzero", shapes.allowzero,
     ),
     Rule(
@@ -96,6 +98,11 @@ RULES = (
         "use float32", "narrow-types", types.doubles,
     ),
     Rule(
+        "bfloat16", "error", HTP, "bfloat16",
+        "The compiler refuses every bfloat16 tensor that is not a constant.",
+        "export in float32 or float16", None, types.brain_floats,
+    ),
+    Rule(
         "floats", "error", HTP, "floats on a chip without them",
         "v68 computes quantised integers only; every float operator and every float input or output is refused.",
         "quantise the model (16-bit activations), its inputs and outputs too", None, types.floats_on_fixed_point,
@@ -107,15 +114,16 @@ RULES = (
     ),
     Rule(
         "infinity", "warning", ALL, "an infinite constant",
-        "HTP computes with its largest number instead, other engines with infinity: a row that is masked whole is NaN on "
-        "one and finite on the other.",
+        "HTP computes with its largest number instead, other engines with infinity: a row that is masked whole is NaN "
+        "on one and finite on the other.",
         "mask with a finite number, such as -10000 in half precision", "infinities", types.infinities,
     ),
     Rule(
         "blocked-weights", "error", HTP, "weights in blocks behind one DequantizeLinear",
         "HTP refuses a DequantizeLinear with block_size over constants and leaves it to the CPU.",
-        "quantise per channel, or in HTP's two-level form (a float weight, QuantizeLinear and DequantizeLinear in blocks)",
-        "lower", types.blocked,
+        "quantise per channel, or in HTP's two-level form: a float weight, then QuantizeLinear and DequantizeLinear in "
+        "blocks",
+        None, types.blocked,
     ),
     Rule(
         "int4-zero-point", "error", HTP, "int4 weights without a zero point",
@@ -125,7 +133,7 @@ RULES = (
     Rule(
         "inline-weights", "error", ALL, "weights inside a protobuf of more than 2 GiB",
         "A protobuf ends at 2 GiB: no other tool opens the file.",
-        "store the weights in a file beside the model", "fold", weights.inline,
+        "let `ringstep sanitize -o` store the weights in a file beside the model", None, weights.inline,
     ),
     Rule(
         "duplicate-weights", "warning", ALL, "a tensor stored twice",
@@ -162,6 +170,12 @@ RULES = (
         "The compiler stops with \"graph requires estimated allocation of ... KB, limit is ... KB\", after it has done "
         "most of its work.",
         "cut the model by layers into parts", None, memory.over_limit,
+    ),
+    Rule(
+        "inaccurate-operator", "warning", HTP, "an operator whose kernel is poor over its range",
+        "Some of HTP's kernels are far from the correctly rounded result over part of their range "
+        "(docs/htp-accuracy.md). Without known ranges (`--inputs`) this is a note.",
+        "write it in a form that HTP computes right", None, accuracy.poor,
     ),
 )  # fmt: skip
 """In the order in which findings are worth reading."""

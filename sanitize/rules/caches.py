@@ -72,10 +72,8 @@ def encodings(subject: Subject) -> Iterator[Hit]:
             continue
         (scale, zero), (other, middle) = read, written
         if abs(scale / other - 1) > 1e-5 or zero != middle:
-            yield Hit(
-                str(present.name),
-                f"written with scale {other:.6g}, zero point {middle:.0f}; {past.name} is read with {scale:.6g}, {zero:.0f}",
-            )
+            what = f"written with scale {other:.6g}, zero point {middle:.0f}, read with {scale:.6g}, {zero:.0f}"
+            yield Hit(str(present.name), what)
 
 
 def _read(past: ir.Value) -> tuple[float, float] | None:

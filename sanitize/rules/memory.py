@@ -81,9 +81,6 @@ def over_limit(subject: Subject) -> Iterator[Hit]:
     if weights + live > limit:
         # Activations are needed in every part.
         parts = -(-weights // max(1, limit - live)) if live < limit else 0
-        split = f"{max(2, parts)} parts of at most that size would fit" if parts else "its activations alone are too many"
-        yield Hit(
-            "",
-            f"{weights / 2**20:.0f} MiB of weights and {live / 2**20:.0f} MiB of activations exceed "
-            f"{limit / 2**20:.0f} MiB: {split}",
-        )
+        split = f"cut it into {max(2, parts)} parts" if parts else "its activations alone are too many"
+        sizes = f"{weights / 2**20:.0f} MiB of weights and {live / 2**20:.0f} MiB of activations"
+        yield Hit("", f"{sizes} exceed {limit / 2**20:.0f} MiB: {split}")

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.rules.subject import ONNX, Hit, Subject, element
+from sanitize.support import load_support
 
-# Passes that replace operators which a target lacks.
-LOWERED = (
-    "Attention", "RotaryEmbedding", "SimplifiedLayerNormalization", "com.microsoft.MatMulNBits",
-    "com.microsoft.GroupQueryAttention", "com.microsoft.RotaryEmbedding", "com.microsoft.MultiHeadAttention",
-    "com.microsoft.SkipLayerNormalization", "com.microsoft.SkipSimplifiedLayerNormalization", "com.microsoft.BiasGelu",
-    "com.microsoft.FastGelu", "com.microsoft.QuickGelu", "com.microsoft.FusedMatMul", "LayerNormalization",
-    "RMSNormalization",
-)  # fmt: skip
-FIXED_BY = {**{name: "lower" for name in LOWERED}, "Erf": "fuse", "Dropout": "fold", "Identity": "fold"}
+# The pass that replaces what a target lacks.
+FIXED_BY = {
+    "Attention": "lower-attention", "RotaryEmbedding": "lower-rotary-embedding", "Swish": "lower-swish",
+    "LayerNormalization": "lower-layer-norm", "GatherND": "lower-gather-nd", "Erf": "fuse-gelu", "Size": "fold",
+    "com.microsoft.MatMulNBits": "lower-matmul-nbits",
+    "com.microsoft.GroupQueryAttention": "lower-group-query-attention",
+    "com.microsoft.MultiHeadAttention": "lower-multi-head-attention",
+    "com.microsoft.RotaryEmbedding": "lower-rotary-embedding",
+    "com.microsoft.SkipLayerNormalization": "lower-skip-norm",
+    "com.microsoft.SkipSimplifiedLayerNormalization": "lower-skip-norm",
+    "com.microsoft.FusedMatMul": "lower-fused-matmul",
+    **{f"com.microsoft.{op}": "lower-gelu" for op in ("Gelu", "BiasGelu", "FastGelu", "QuickGelu")},
+}  # fmt: skip
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
     ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
     ir.DataType.BOOL: "bool",
@@ -28,6 +35,8 @@ DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
 FIXED_ENCODINGS = {"Sigmoid": (2.0**-16, 0), "HardSigmoid": (2.0**-16, 0), "Tanh": (2.0**-15, 1 << 15)}
+# And these collapse when the output scale is this fine or finer.
+TOO_FINE = {"Log": 2.0**-14, "LogSoftmax": 2.0**-16}
 
 
 def full_name(node: ir.Node) -> str:
@@ -92,8 +101,8 @@ def unsupported(subject: Subject) -> Iterator[Hit]:
         if found is None or arch in found[1] or (found[0] in ("fp32", "fp16") and not subject.target.chip.fp16):
             continue
         kind, _ = found
-        words = subject.support.refusals.get(arch, {}).get(f"{name} {kind}", "")
-        verb = "crashes the compiler" if words.startswith("crash") else "is refused"
+        crashes = arch in subject.support.crashes.get(f"{name} {kind}", [])
+        verb = "crashes the compiler" if crashes else "is refused"
         others = subject.support.operators[name]
         narrow = kind == "int64" and arch in others.get("int32", [])
         passes = "narrow-types" if narrow else FIXED_BY.get(name)
@@ -134,9 +143,7 @@ def on_cpu(subject: Subject) -> Iterator[Hit]:
             yield Hit(place.name, f"{name} in {element(data)} has no kernel", place.where)
 
 
-def _cpu_entry(name: str) -> dict[str, object] | None:
-    from sanitize.support import load_support
-
+def _cpu_entry(name: str) -> dict[str, Any] | None:
     return load_support("ort-mobile").operators.get(name)
 
 
@@ -173,27 +180,42 @@ def nan_guards(subject: Subject) -> Iterator[Hit]:
 
 
 def norm_rows(subject: Subject) -> Iterator[Hit]:
-    """RMSNormalization over more rows than its kernel handles."""
+    """RMSNormalization over more rows than its kernel handles: see the observations in docs/lint.md."""
     for place in subject.ops("RMSNormalization", "SimplifiedLayerNormalization"):
-        dims = graphs.dims(place.node.inputs[0])
-        if dims is not None and len(dims) >= 3 and dims[-3] > 8 and dequantised(place.node.inputs[0]) is None:
-            yield Hit(place.name, f"RMSNormalization over {list(dims)}: the third dim from the end exceeds 8", place.where)
+        data = place.node.inputs[0]
+        dims = graphs.dims(data)
+        if data is None or dims is None or len(dims) < 3 or dims[-3] <= 8 or dequantised(data) is not None:
+            continue
+        seen = dims[-3] <= 12 or dims[-1] <= 32 or data.dtype == ir.DataType.FLOAT16
+        what = f"RMSNormalization over {list(dims)}: the third dim from the end exceeds 8"
+        yield Hit(place.name, what, place.where, severity="error" if seen else "warning")
 
 
 def output_encodings(subject: Subject) -> Iterator[Hit]:
     """16-bit Sigmoid, HardSigmoid and Tanh whose output is not in the one encoding that their kernel writes."""
-    for place in subject.ops(*FIXED_ENCODINGS):
-        want_scale, want_zero = FIXED_ENCODINGS[place.node.op_type]
+    for place in subject.ops(*FIXED_ENCODINGS, *TOO_FINE):
         for user in graphs.users(place.node.outputs[0]):
-            if user.op_type != "QuantizeLinear" or user.outputs[0].dtype not in (ir.DataType.UINT16, ir.DataType.INT16):
+            stored = user.outputs[0].dtype
+            if user.op_type != "QuantizeLinear" or stored not in (ir.DataType.UINT16, ir.DataType.INT16):
                 continue
-            scale, zero = graphs.scalar(user.inputs[1]), graphs.scalar(user.inputs[2]) if len(user.inputs) > 2 else 0.0
+            scale = graphs.scalar(user.inputs[1])
+            zero = graphs.scalar(user.inputs[2]) if len(user.inputs) > 2 else 0.0
             if scale is None or zero is None:
                 continue
+            if place.node.op_type in TOO_FINE:
+                finest = TOO_FINE[place.node.op_type]
+                if scale <= finest:
+                    fix = f"widen its output range until the scale exceeds {finest:.9g}"
+                    yield Hit(place.name, f"{place.node.op_type} into scale {scale:.9g}", place.where, fix=fix)
+                continue
+            want_scale, want_zero = FIXED_ENCODINGS[place.node.op_type]
+            fix = f"quantise its output to uint16 with scale {want_scale:.9g}, zero point {want_zero}"
+            signed = stored == ir.DataType.INT16
+            if signed and place.node.op_type == "Sigmoid":
+                want_scale, want_zero, signed = 2.0**-15, 0, False
             # Half a step over the whole range does no harm: 1/65535 is as good as 1/65536.
-            if abs(scale / want_scale - 1) > 1e-4 or abs(zero - want_zero) > 1:
-                what = f"{place.node.op_type} into scale {scale:.4g}, zero point {zero:.0f}"
-                fix = f"quantise its output with scale {want_scale:.9g}, zero point {want_zero}"
+            if signed or abs(scale / want_scale - 1) > 1e-4 or abs(zero - want_zero) > 1:
+                what = f"{place.node.op_type} into {element(user.outputs[0])}, scale {scale:.4g}, zero point {zero:.0f}"
                 yield Hit(place.name, what, place.where, fix=fix)
 
 

@@ -124,7 +124,7 @@ def _folds(node: ir.Node, folded: set[int]) -> bool:
         return False
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
         return False
-    if node.op_type in ("Shape", "Size"):
+    if node.op_type == "Shape":
         return graphs.dims(node.inputs[0]) is not None
     for value in node.inputs:
         made = value.producer() if value is not None else None

@@ -8,10 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.rules.operators import dequantised, full_name
+from sanitize.rules.operators import FLOATS, dequantised, full_name
 from sanitize.rules.subject import Hit, Subject, element
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # Where an infinity acts as a mask or a bound; weights of MatMul and Gather are not searched.
 MASKING = ("Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "Concat", "Identity", "Cast", "Reshape",
            "Slice", "Unsqueeze", "Trilu", "ScatterND", "Softmax", "Gather", "Tile")  # fmt: skip
@@ -36,21 +35,37 @@ def doubles(subject: Subject) -> Iterator[Hit]:
             yield Hit(place.name, f"{full_name(place.node)} computes in float64", place.where)
 
 
+def brain_floats(subject: Subject) -> Iterator[Hit]:
+    """bfloat16 anywhere that something is computed."""
+    for side, value in _io(subject):
+        if value.dtype == ir.DataType.BFLOAT16:
+            yield Hit(str(value.name), f"{side} {value.name} is bfloat16")
+    for place in subject.live:
+        if any(value.dtype == ir.DataType.BFLOAT16 and not value.is_graph_output() for value in place.node.outputs):
+            yield Hit(place.name, f"{full_name(place.node)} computes in bfloat16", place.where)
+
+
 def floats_on_fixed_point(subject: Subject) -> Iterator[Hit]:
     """Floats on a chip that computes integers only."""
     assert subject.target.chip is not None
     chip = subject.target.chip
     if chip.fp16:
         return
-    if not subject.quantised:
+    moved = lambda node: chip.htp_arch in subject.support.operators.get(full_name(node), {}).get("fp32", [])
+    floating = [
+        place for place in subject.live
+        if place.node.op_type not in SHAPED and not moved(place.node) and _computes_floats(subject, place.node)
+    ]  # fmt: skip
+    if floating and not subject.quantised:
         yield Hit("", f"the model computes in floats; {chip.name} ({chip.htp_arch}) has none")
         return
-    for side, value in _io(subject):
-        if value.dtype in FLOATS:
-            yield Hit(str(value.name), f"{side} {value.name} is {element(value)}")
-    for place in subject.live:
-        if place.node.op_type not in SHAPED and _computes_floats(subject, place.node):
-            yield Hit(place.name, f"{full_name(place.node)} computes in floats", place.where)
+    if not chip.float_io:
+        for side, value in _io(subject):
+            if value.dtype in FLOATS:
+                fix = "move QuantizeLinear and DequantizeLinear to the host"
+                yield Hit(str(value.name), f"{side} {value.name} is {element(value)}", fix=fix, severity="warning")
+    for place in floating:
+        yield Hit(place.name, f"{full_name(place.node)} computes in floats", place.where)
 
 
 def _computes_floats(subject: Subject, node: ir.Node) -> bool:
@@ -125,10 +140,11 @@ def signed_nibbles(subject: Subject) -> Iterator[Hit]:
     """int4 weights without a zero point."""
     for place in subject.places:
         node = place.node
-        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT4:
+        data = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if data is not None and data.dtype == ir.DataType.INT4:
             missing = len(node.inputs) < 3 or node.inputs[2] is None
             if missing and not graphs.attribute(node, "block_size", 0):
-                yield Hit(place.name, f"DequantizeLinear of int4 {node.inputs[0].name} has no zero point", place.where)
+                yield Hit(place.name, f"DequantizeLinear of int4 {data.name} has no zero point", place.where)
 
 
 def _io(subject: Subject) -> Iterator[tuple[str, ir.Value]]:
@@ -137,5 +153,3 @@ def _io(subject: Subject) -> Iterator[tuple[str, ir.Value]]:
             yield "input", value
     for value in subject.model.graph.outputs:
         yield "output", value
-
-

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.rules.operators import dequantised
-from sanitize.rules.subject import Hit, Subject
+from sanitize.rules.subject import Hit, Subject, element
 
 PROTOBUF_BYTES = 1 << 31
 SMALLEST = 4096  # bytes; smaller constants are worth no finding
@@ -96,8 +96,8 @@ def float_head(subject: Subject) -> Iterator[Hit]:
             continue
         total += nbytes(tensor)
         if stored is None and tensor.size >= HEAD_ELEMENTS:
-            shape = list(tensor.shape.numpy())
-            floating.append((nbytes(tensor), Hit(place.name, f"the weight {shape} is {tensor.dtype.name.lower()}", place.where)))
+            what = f"the weight {list(tensor.shape.numpy())} is {element(weight)}"
+            floating.append((nbytes(tensor), Hit(place.name, what, place.where)))
     if not subject.quantised and sum(size for size, _ in floating) == total:
         return
     for size, hit in floating:

@@ -24,8 +24,8 @@ class Support:
     """"Operator type" -> architectures that take it and compute something else."""
     probes: dict[str, dict[str, str]] = field(default_factory=dict)
     """Question -> architecture -> what became of it."""
-    refusals: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Architecture -> "Operator type" -> the compiler's words."""
+    crashes: dict[str, list[str]] = field(default_factory=dict)
+    """"Operator type" -> architectures whose compiler it takes down."""
     versions: dict[str, str] = field(default_factory=dict)
 
 

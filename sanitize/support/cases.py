@@ -1,9 +1,9 @@
 """One minimal model an operator, for the survey of what a target takes: every input is data, so nothing folds.
 
 An input is written KIND[dims]: `x` data of the surveyed type in (-1, 1), `p` the same in (1, 2), `w` a constant
-weight of that type, `r` one in (1, 2) and `c` a bias; `i32`, `i64`, `u8`, `u16`, `u32`, `f32`, `b` and `str` data of one type whatever
-is surveyed, with `!` behind it a constant; `=1,2` a constant list of int64, `u8=3` a constant scalar, `~0.5` a constant
-scalar of the surveyed type, `-` an input left out.
+weight of that type, `r` one in (1, 2) and `c` a bias; `i32`, `i64`, `u8`, `u16`, `u32`, `f32`, `b` and `str` data of
+one type whatever is surveyed, with `!` behind it a constant; `=1,2` a constant list of int64, `u8=3` a constant scalar,
+`~0.5` a constant scalar of the surveyed type, `-` an input left out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ TYPES = {
     "int64": TensorProto.INT64, "bool": TensorProto.BOOL,
 }  # fmt: skip
 Q_SCALE, Q_ZERO = 1 / 16384, 32768  # uint16 over [-2, 2)
-# What these return in 16 bits is right in one encoding only.
-FIXED_ENCODINGS = {"Sigmoid": (1 / 65536, 0), "HardSigmoid": (1 / 65536, 0), "Tanh": (1 / 32768, 32768)}
+# What these return in 16 bits is right in one encoding only, or for Log in a coarse one.
+OUTPUT_ENCODINGS = {
+    "Sigmoid": (1 / 65536, 0), "HardSigmoid": (1 / 65536, 0), "Tanh": (1 / 32768, 32768), "Log": (1 / 8192, 32768),
+}  # fmt: skip
 WEIGHTS = {"a16": "int8", "a16 u8": "uint8", "16x16": "uint16"}
 
 X = "x[1,8,16]"
 IMAGE = "x[1,8,6,6]"
+
+
+def words(text: str) -> list[str]:
+    """Names that white space separates."""
+    return text.split()
 
 
 @dataclass(frozen=True)
@@ -55,16 +62,16 @@ def _ms(op: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Case:
     return _case(op, *inputs, outputs=outputs, domain=MICROSOFT, **attributes)
 
 
-UNARY = """Abs Acos Asin Asinh Atan Atanh Ceil Celu Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax
+UNARY = words("""Abs Acos Asin Asinh Atan Atanh Ceil Celu Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax
 Identity IsInf IsNaN LeakyRelu LogSoftmax Mish Neg Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softmax Softplus
 Softsign Swish Tan Tanh ThresholdedRelu LpNormalization Flatten NonZero Shape RandomNormalLike
-RandomUniformLike EyeLike Not BitwiseNot Bernoulli Unique Det Transpose""".split()
-POSITIVE = "Acosh Log Reciprocal Sqrt".split()
-BINARY = """Add Div Max Min Mean Mul Sub Sum Pow And Or Xor Equal Greater GreaterOrEqual Less LessOrEqual PRelu
-BitwiseAnd BitwiseOr BitwiseXor""".split()
-REDUCE = """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
-ReduceSumSquare""".split()
-WINDOWS = "BlackmanWindow HammingWindow HannWindow".split()
+RandomUniformLike EyeLike Not BitwiseNot Bernoulli Unique Det Transpose""")
+POSITIVE = words("Acosh Log Reciprocal Sqrt")
+BINARY = words("""Add Div Max Min Mean Mul Sub Sum Pow And Or Xor Equal Greater GreaterOrEqual Less LessOrEqual PRelu
+BitwiseAnd BitwiseOr BitwiseXor""")
+REDUCE = words("""ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
+ReduceSumSquare""")
+WINDOWS = words("BlackmanWindow HammingWindow HannWindow")
 
 _SQUARE = {"EyeLike": "x[8,8]", "Det": "x[1,8,8]"}
 _WEIGHT, _BIAS = "w[16,32]", "c[32]"
@@ -99,7 +106,6 @@ CASES = (
     _case("DFT", "x[1,8,1]"),
     _case("DeformConv", IMAGE, "w[4,8,3,3]", "x[1,18,4,4]"),
     _case("DepthToSpace", IMAGE, blocksize=2), _case("SpaceToDepth", IMAGE, blocksize=2),
-    _case("DequantizeLinear", "u16[1,8,16]", "~0.001", "u16=7"), _case("QuantizeLinear", X, "~0.001", "u16=7"),
     _case("DynamicQuantizeLinear", X, outputs=3),
     _case("Einsum", X, "x[1,16,8]", equation="bij,bjk->bik"),
     _case("Expand", "x[1,1,16]", "=1,8,16"),
@@ -116,7 +122,8 @@ CASES = (
     _case("InstanceNormalization", IMAGE, "w[8]", "c[8]"),
     _case("LRN", IMAGE, size=3), _case("LpPool", IMAGE, kernel_shape=[2, 2]),
     _case("LayerNormalization", X, "w[16]", "c[16]"), _case("RMSNormalization", X, "w[16]"),
-    _case("LinearAttention", "x[1,8,32]", "x[1,8,32]", "x[1,8,32]", q_num_heads=2, kv_num_heads=2, update_rule="linear", outputs=2),
+    _case("LinearAttention", "x[1,8,32]", "x[1,8,32]", "x[1,8,32]", q_num_heads=2, kv_num_heads=2,
+          update_rule="linear", outputs=2),
     _case("MatMul", X, _WEIGHT), _case("MatMulInteger", "u8[8,16]", "u8[16,8]"),
     _case("MaxPool", IMAGE, kernel_shape=[2, 2]), _case("MaxRoiPool", IMAGE, "p[1,5]", pooled_shape=[2, 2]),
     _case("MaxUnpool", "x[1,8,3,3]", "i64[1,8,3,3]", kernel_shape=[2, 2], strides=[2, 2]),
@@ -160,9 +167,9 @@ CASES = (
     _ms("SkipSimplifiedLayerNormalization", X, X, "w[16]"), _ms("SkipLayerNormalization", X, X, "w[16]"),
     _ms("FusedMatMul", X, _WEIGHT, alpha=0.5), _ms("QuickGelu", X), _ms("BiasGelu", X, "w[16]"), _ms("Gelu", X),
     _ms("FastGelu", X, "w[16]"), _ms("MultiHeadAttention", "x[1,8,32]", "x[1,8,32]", "x[1,8,32]", num_heads=2),
-    _ms("QuantizeLinear", X, "~0.001", "u16=7"), _ms("DequantizeLinear", "u16[1,8,16]", "~0.001", "u16=7"),
 )  # fmt: skip
 
+_ENCODING = "s = Constant<value = float {0.0001}>()  z = Constant<value = uint16 {32768}>()"
 # Operators over sequences and subgraphs, as the body of a graph (float[1,8,16] x, bool c) => (y).
 TEXTS = {
     "If": """y = If(c) <then_branch = a () => (float[1,8,16] t) { t = Neg(x) },
@@ -171,8 +178,14 @@ TEXTS = {
                y = Loop(n, , x) <body = l (int64 i, bool k, float[1,8,16] v) => (bool o, float[1,8,16] w)
                                         { o = Identity(k)  w = Neg(v) }>""",
     "Scan": """i = Squeeze(x)
-               z, y = Scan(i, i) <num_scan_inputs = 1, body = l (float[8,16] v, float[16] r) => (float[8,16] w, float[16] o)
-                                  { w = Add(v, r)  o = Neg(r) }>""",
+               z, y = Scan(i, i) <num_scan_inputs = 1, body = l (float[8,16] v, float[16] r)
+                                  => (float[8,16] w, float[16] o) { w = Add(v, r)  o = Neg(r) }>""",
+    "QuantizeLinear": f"{_ENCODING} q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  e = Mul(d, d)"
+                      "  r = QuantizeLinear(e, s, z)  y = DequantizeLinear(r, s, z)",
+    "com.microsoft.QuantizeLinear": f"{_ENCODING} q = com.microsoft.QuantizeLinear(x, s, z)"
+                                    "  d = com.microsoft.DequantizeLinear(q, s, z)  e = Mul(d, d)"
+                                    "  r = com.microsoft.QuantizeLinear(e, s, z)"
+                                    "  y = com.microsoft.DequantizeLinear(r, s, z)",
     # Beside other nodes: ONNX Runtime removes these, and a graph of no nodes is refused.
     "Dropout": "a = Abs(x)  d = Dropout(a)  y = Neg(d)",
     "Size": "s = Size(x)  f = Cast<to = 1>(s)  y = Mul(x, f)",
@@ -190,6 +203,7 @@ TEXTS["SequenceMap"] = """s = SequenceConstruct(x, x)
 for _same, _as in (
     ("SequenceInsert", "SequenceEmpty"), ("ConcatFromSequence", "SequenceEmpty"), ("OptionalGetElement", "Optional"),
     ("SequenceLength", "SequenceConstruct"), ("OptionalHasElement", "Optional"),
+    ("DequantizeLinear", "QuantizeLinear"), ("com.microsoft.DequantizeLinear", "com.microsoft.QuantizeLinear"),
 ):  # fmt: skip
     TEXTS[_same] = TEXTS[_as]
 
@@ -217,14 +231,14 @@ def types_of(case: Case) -> list[str]:
     if not surveyed:
         return ["any"]
     if case.domain or case.op == "SimplifiedLayerNormalization":
-        names = ["fp32", "fp16"] if "uantizeLinear" in case.op else ["fp32", "fp16", "a16"]
+        names = ["fp32", "fp16", "a16"]
         return names + _more(case, names)
     schema = defs.get_schema(case.op, _opset(case), case.domain)
     allowed = schema.inputs[min(surveyed[0], len(schema.inputs) - 1)].types
     names = [name for name, text in _ONNX_NAMES.items() if f"tensor({text})" in allowed]
     if case.op == "BitCast":
         return ["fp32", "int32"]
-    names = [name for name in names if name != "a16" or (case.op != "QuantizeLinear" and not case.opset)]
+    names = [name for name in names if name != "a16" or not case.opset]
     return names + _more(case, names)
 
 
@@ -263,7 +277,8 @@ def build(case: Case, dtype: str) -> Built:
                 (weights if constant else feeds)[name] = stored
                 zero = np.array({"uint16": Q_ZERO, "uint8": 128}.get(stored.dtype.name, 0), stored.dtype)
                 weights |= {f"{name}_scale": np.float32(scale) * np.ones((), np.float32), f"{name}_zero": zero}
-                nodes.append(helper.make_node("DequantizeLinear", [name, f"{name}_scale", f"{name}_zero"], [f"{name}_dq"]))
+                encoded = [name, f"{name}_scale", f"{name}_zero"]
+                nodes.append(helper.make_node("DequantizeLinear", encoded, [f"{name}_dq"]))
                 name = f"{name}_dq"
         names.append(name)
     outputs = [f"out{i}" for i in range(case.outputs)]
@@ -272,10 +287,11 @@ def build(case: Case, dtype: str) -> Built:
     results = []
     for output in outputs:
         if dtype in WEIGHTS and kinds.get(output, TensorProto.FLOAT) == TensorProto.FLOAT:
-            scale, middle = FIXED_ENCODINGS.get(case.op, (Q_SCALE, Q_ZERO))
+            scale, middle = OUTPUT_ENCODINGS.get(case.op, (Q_SCALE, Q_ZERO))
             weights |= {"out_scale": np.array(scale, np.float32), "out_zero": np.array(middle, np.uint16)}
             nodes.append(helper.make_node("QuantizeLinear", [output, "out_scale", "out_zero"], [f"{output}_q"]))
-            results.append(helper.make_value_info(f"{output}_q", helper.make_tensor_type_proto(TensorProto.UINT16, None)))
+            kind = helper.make_tensor_type_proto(TensorProto.UINT16, None)
+            results.append(helper.make_value_info(f"{output}_q", kind))
         else:
             results.append(onnx.ValueInfoProto(name=output))
     return Built(_model(nodes, weights, feeds, results, _opset(case)), feeds)
@@ -283,7 +299,7 @@ def build(case: Case, dtype: str) -> Built:
 
 def build_text(op: str) -> Built:
     """The model of an operator over subgraphs or sequences, fp32."""
-    text = f"""<ir_version: 10, opset_import: ["": {OPSET}]>
+    text = f"""<ir_version: 10, opset_import: ["": {OPSET}, "{MICROSOFT}": 1]>
                g (float[1,8,16] x, bool c) => (float y) {{ {TEXTS[op]} }}"""
     model = onnx.parser.parse_model(text)
     model.graph.output[0].type.tensor_type.ClearField("shape")
@@ -314,8 +330,9 @@ def _data(kind: str, dims: list[int], surveyed: np.dtype[Any], random: np.random
         low, span = (1.0, 1.0) if kind in "pr" else (-1.0, 2.0)
         return np.asarray(random.uniform(low, low + span, dims), dtype)
     if fixed is None and dtype.kind == "i":
-        size = math.prod(dims)
-        return random.integers(1, 9, dims, dtype) if kind == "p" else random.permutation(size).astype(dtype).reshape(dims)
+        if kind == "p":
+            return random.integers(1, 9, dims, dtype)
+        return random.permutation(math.prod(dims)).astype(dtype).reshape(dims)
     return np.asarray(random.integers(0, 2, dims), dtype)
 
 

@@ -10,16 +10,16 @@ import onnx
 import onnx.parser
 from onnx import helper, numpy_helper
 
-from sanitize.support.cases import MICROSOFT, OPSET, Built
+from sanitize.support.cases import MICROSOFT, OPSET, Built, words
 
 HALF = np.float32(1 / 16384)  # uint16 over [-2, 2) with zero point 32768
 MIDDLE = np.uint16(32768)
 INF = float("inf")
 
-_UNARY = """Abs Atan Ceil Cos Elu Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg
-Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Sqrt Tan Tanh LpNormalization""".split()
-_BINARY = "Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul PRelu Pow Sub Sum Mean".split()
-_REDUCE = "ReduceL2 ReduceLogSumExp ReduceMax ReduceMin ReduceSum".split()
+_UNARY = words("""Abs Atan Ceil Cos Elu Exp Floor Gelu HardSigmoid HardSwish Identity IsNaN LeakyRelu Log LogSoftmax Neg
+Reciprocal Relu Round Selu Sigmoid Sign Sin Softplus Sqrt Tan Tanh LpNormalization""")
+_BINARY = words("Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mul PRelu Pow Sub Sum Mean")
+_REDUCE = words("ReduceL2 ReduceLogSumExp ReduceMax ReduceMin ReduceSum")
 
 # Operators by rank: the body of a graph over x of that rank, dims 1, ..., 2, 3, 4, 8.
 RANKED = {
@@ -30,7 +30,8 @@ RANKED = {
     "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)", "Unsqueeze": "y = Unsqueeze(x, zero)",
     "TopK": "y, z = TopK(x, two)", "Einsum": 'y = Einsum<equation = "...i,ij->...j">(x, w)',
     "Add": "y = Add(x, x)", "Neg": "y = Neg(x)", "Softmax": "y = Softmax(x)", "MatMul": "y = MatMul(x, w)",
-    "Concat": "y = Concat<axis = -1>(x, x)", "ReduceMean": "y = ReduceMean(x, last)", "Gather": "y = Gather<axis = -1>(x, one)",
+    "Concat": "y = Concat<axis = -1>(x, x)", "ReduceMean": "y = ReduceMean(x, last)",
+    "Gather": "y = Gather<axis = -1>(x, one)",
     "Transpose": "y = Transpose(x)", "Slice": "y = Slice(x, zero, two, last)", "Tile": "y = Tile(x, ones)",
     "Split": "y, z = Split<axis = -1, num_outputs = 2>(x)", "Expand": "y = Expand(x, dims)",
     "Reshape": "y = Reshape(x, dims)", "LayerNormalization": "y = LayerNormalization(x, scale)",
@@ -55,7 +56,13 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "input int32 (ids)": ("(int32[4] i) => (float[4,8] y) { y = Gather(t, i) }", {"t": np.ones((9, 8), np.float32)}),
     "input int64, Cast to float": ("(int64[1,8] i) => (float[1,8] y) { y = Cast<to = 1>(i) }", {}),
     "input float64": ("(double[1,8] x) => (double[1,8] y) { y = Add(x, x) }", {}),
-    "intermediate float64": ("(float[1,8] x) => (float[1,8] y) { d = Cast<to = 11>(x) e = Neg(d) y = Cast<to = 1>(e) }", {}),
+    "intermediate float64": (
+        "(float[1,8] x) => (float[1,8] y) { d = Cast<to = 11>(x) e = Neg(d) y = Cast<to = 1>(e) }", {},
+    ),
+    "intermediate bfloat16": (
+        "(float[1,8] x) => (float[1,8] y) { d = Cast<to = 16>(x) e = Neg(d) y = Cast<to = 1>(e) }", {},
+    ),
+    "input bfloat16": ("(bfloat16[1,8] x) => (bfloat16[1,8] y) { y = Add(x, x) }", {}),
     "output int64": ("(float[1,8] x) => (int64[1,1] y) { y = ArgMax<axis = -1>(x) }", {}),
     "output int32": ("(float[1,8] x) => (int32[1,8] y) { y = Cast<to = 6>(x) }", {}),
     "intermediate int64": (
@@ -87,7 +94,9 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Reshape allowzero=1, no zero in the shape": (
         "(float[4,8] x) => (float[8,4] y) { y = Reshape<allowzero = 1>(x, d) }", {"d": np.array([8, 4])},
     ),
-    "Reshape with 0 in the shape": ("(float[4,8] x) => (float[4,2,4] y) { y = Reshape(x, d) }", {"d": np.array([0, 2, 4])}),
+    "Reshape with 0 in the shape": (
+        "(float[4,8] x) => (float[4,2,4] y) { y = Reshape(x, d) }", {"d": np.array([0, 2, 4])},
+    ),
     "Reshape allowzero=1, an empty tensor": (
         "(float[0,8] x) => (float[0,4] y) { y = Reshape<allowzero = 1>(x, d) }", {"d": np.array([0, 4])},
     ),
@@ -121,7 +130,9 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
         "(float[2,4] x) => (float[2,4] y) { s = Add(x, m) y = Softmax(s) }",
         {"m": np.array([[0, 0, -1e4, -1e4], [-1e4] * 4], np.float32)},
     ),
-    "an input returned as an output": ("(float[1,8] x) => (float[1,8] y, float[1,8] z) { y = Neg(x) z = Identity(x) }", {}),
+    "an input returned as an output": (
+        "(float[1,8] x) => (float[1,8] y, float[1,8] z) { y = Neg(x) z = Identity(x) }", {},
+    ),
     "Trilu of a constant": (
         "(float[4,4] x) => (float[4,4] y) { t = Trilu(c) y = Add(x, t) }", {"c": np.ones((4, 4), np.float32)},
     ),
@@ -160,19 +171,14 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-for _rows in (1, 8, 9, 16):
-    TEXTS[f"RMSNormalization, third dim from the end {_rows}"] = (
-        f"(float[{_rows},4,64] x) => (float[{_rows},4,64] y) {{ y = RMSNormalization(x, s) }}",
-        {"s": np.ones(64, np.float32)},
-    )
-    TEXTS[f"RMSNormalization of rank 4, third dim from the end {_rows}"] = (
-        f"(float[1,{_rows},1,64] x) => (float[1,{_rows},1,64] y) {{ y = RMSNormalization(x, s) }}",
-        {"s": np.ones(64, np.float32)},
-    )
-    TEXTS[f"LayerNormalization of rank 4, third dim from the end {_rows}"] = (
-        f"(float[1,{_rows},1,64] x) => (float[1,{_rows},1,64] y) {{ y = LayerNormalization(x, s) }}",
-        {"s": np.ones(64, np.float32)},
-    )
+for _type in ("float", "float16"):
+    for _rows, _size in ((8, 64), (9, 64), (12, 64), (13, 64), (16, 64), (16, 32)):
+        _shape = f"{_type}[1,{_rows},2,{_size}]"
+        for _op in ("RMSNormalization", "LayerNormalization"):
+            TEXTS[f"{_op}, {_type}, third dim from the end {_rows}, last {_size}"] = (
+                f"({_shape} x) => ({_shape} y) {{ y = {_op}(x, s) }}",
+                {"s": np.ones(_size, np.float16 if _type == "float16" else np.float32)},
+            )
 
 _DQ = "f = DequantizeLinear(x, sx, zx)"
 _Q = "y = QuantizeLinear(g, sy, zy)"
@@ -186,7 +192,7 @@ def _quantised(body: str, shape: str = "2,4,8", out: str = "", **constants: Any)
 
 
 def _encoding(op: str, scale: float, zero: int) -> tuple[str, dict[str, Any]]:
-    return _quantised(f"g = {op}(f)", sy=np.float32(scale), zy=np.uint16(zero))
+    return _quantised(f"g = {op}(f)", sy=np.float32(scale), zy=np.uint16(zero), zx=np.uint16(0))
 
 
 _I4 = np.random.default_rng(2).integers(-7, 8, (32, 16))
@@ -232,6 +238,12 @@ TEXTS |= {
     "a float MatMul between quantised ones": _quantised(
         "w = DequantizeLinear(q, s) a = MatMul(f, w) b = QuantizeLinear(a, sx, zx) c = DequantizeLinear(b, sx, zx)"
         " g = MatMul(c, v)", q=np.full((8, 8), 9, np.int8), s=np.float32(0.01), v=np.eye(8, dtype=np.float32)),
+    "float input and output around quantised nodes": (
+        "(float[4,8] x) => (float[4,8] y) { a = QuantizeLinear(x, sx, zx) f = DequantizeLinear(a, sx, zx)"
+        " g = Mul(f, f) b = QuantizeLinear(g, sx, zx) y = DequantizeLinear(b, sx, zx) }",
+        {"sx": HALF, "zx": MIDDLE}),
+    "QuantizeLinear alone": (
+        "(float[4,8] x) => (uint16[4,8] y) { y = QuantizeLinear(x, sx, zx) }", {"sx": HALF, "zx": MIDDLE}),
     "16x16 LayerNormalization": _quantised(
         "w = DequantizeLinear(q, sx, zx) g = LayerNormalization(f, w)", q=np.full(8, 40000, np.uint16)),
     "16x8 LayerNormalization": _quantised(
@@ -256,11 +268,15 @@ TEXTS |= {
     "16 bit HardSigmoid, output range 0 to 0.75": _encoding("HardSigmoid", 0.75 / 65535, 0),
     "16 bit Tanh, output scale 1/32768, zero 32768": _encoding("Tanh", 1 / 32768, 32768),
     "16 bit Tanh, output range -0.8 to 0.8": _encoding("Tanh", 1.6 / 65535, 32768),
+    "16 bit Sigmoid in int16, output scale 1/32768": (
+        "(int16[2,64] x) => (int16[2,64] y)"
+        " { f = DequantizeLinear(x, sx, z) g = Sigmoid(f) y = QuantizeLinear(g, s, z) }",
+        {"sx": HALF, "z": np.int16(0), "s": np.float32(1 / 32768)}),
     "16 bit Softmax, output range 0 to 0.6": _encoding("Softmax", 0.6 / 65535, 0),
-    "16 bit Log": (
-        "(uint16[2,8] x) => (uint16[2,8] y) { f = DequantizeLinear(x, sx, zx) o = Add(f, c)"
-        " p = QuantizeLinear(o, sx, zz) q = DequantizeLinear(p, sx, zz) g = Log(q) y = QuantizeLinear(g, sy, zy) }",
-        {**_ENCODINGS, "c": np.float32(2.5), "zz": np.uint16(0)}),
+    "16 bit Log, output scale 1/8192": _encoding("Log", 1 / 8192, 32768),
+    "16 bit Log, output scale 1/16384": _encoding("Log", 1 / 16384, 32768),
+    "16 bit LogSoftmax, output scale 1/32768": _encoding("LogSoftmax", 1 / 32768, 65535),
+    "16 bit LogSoftmax, output scale 1/65536": _encoding("LogSoftmax", 1 / 65536, 65535),
 }  # fmt: skip
 
 
@@ -276,8 +292,7 @@ def all_probes() -> Iterator[tuple[str, Built]]:
 
 def ranked(body: str, rank: int) -> Built:
     """A body of RANKED over a tensor of that rank."""
-    dims = [2, 3][: rank - 2][-2:] + [4, 8]
-    dims = [1] * (rank - len(dims)) + dims
+    dims = [1] * (rank - 4) + [2, 3, 4, 8]
     shape = ",".join(map(str, dims))
     named = {
         "scale": np.ones(8, np.float32), "ones": np.ones(rank, np.int64),
@@ -295,8 +310,8 @@ def ranked(body: str, rank: int) -> Built:
 
 def build(text: str, constants: dict[str, Any], opset: int = 0) -> Built:
     """A probe's model and random inputs: floats in (-1, 1), integers 0 or 1, uint16 anywhere."""
-    young = {"RMSNormalization" in text: 23, any(isinstance(v, tuple) and v[0] == "int2" for v in constants.values()): 25}
-    opset = opset or young.get(True, OPSET)
+    int2 = any(isinstance(value, tuple) and value[0] == "int2" for value in constants.values())
+    opset = opset or (25 if int2 else 23 if "RMSNormalization" in text else OPSET)
     head = f'<ir_version: 10, opset_import: ["": {opset}, "{MICROSOFT}": 1]> probe '
     model = onnx.parser.parse_model(head + text)
     used = {name for node in model.graph.node for name in node.input} | set(constants)

@@ -26,6 +26,7 @@ from sanitize.support.compiler import Compiler
 OUT = Path(__file__).with_name("qnn-htp.json")
 CHIPS = ("qcs6490", "sm8450", "sm8550", "sm8650", "sm8750", "sm8850")
 WRONG_DB = 20.0
+SECTIONS = ("versions", "operators", "rewritten", "wrong", "crashes", "ranks", "probes")
 RANDOM = ("Bernoulli", "RandomNormalLike", "RandomUniformLike", "Multinomial")
 
 
@@ -43,15 +44,15 @@ def survey(chip: Chip, data: dict[str, Any]) -> None:
     """Put one chip's answers into the data of qnn-htp.json."""
     compiler, arch = Compiler(chip), chip.htp_arch
     operators, rewritten, wrong = data["operators"], data["rewritten"], data["wrong"]
-    refusals: dict[str, str] = {}
     for name, dtype, built in all_models():
         # Asked of a chip without fp16 too: its refusal is the truth.
         result = compiler.attempt(built, fp16=True)
         key = f"{name} {dtype}"
         takes = set(operators.setdefault(name, {}).setdefault(dtype, [])) - {arch}
         bad = set(wrong.pop(key, [])) - {arch}
+        down = set(data["crashes"].pop(key, [])) - {arch}
         if "refused" in result:
-            refusals[key] = result["refused"]
+            down |= {arch} if probes.verdict(result) == "crash" else set()
         else:
             takes.add(arch)
             ops = sorted(op for op in result["ops"] if op not in ("QuantizeLinear", "DequantizeLinear"))
@@ -64,7 +65,8 @@ def survey(chip: Chip, data: dict[str, Any]) -> None:
         operators[name][dtype] = sorted(takes)
         if bad:
             wrong[key] = sorted(bad)
-    data["refusals"][arch] = refusals
+        if down:
+            data["crashes"][key] = sorted(down)
     for probe, built in probes.all_probes():
         result = compiler.attempt(built, fp16=True)
         data["probes"].setdefault(probe, {})[arch] = probes.verdict(result)
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--chip", action="append", help="Chip, such as sm8750; may be given several times.")
     qnn.require()
     data = json.loads(OUT.read_text()) if OUT.exists() else {}
-    data = {"versions": {}, "operators": {}, "rewritten": {}, "wrong": {}, "ranks": {}, "probes": {}, "refusals": {}} | data
+    data = {section: data.get(section, {}) for section in SECTIONS}
     for name in parser.parse_args().chip or CHIPS:
         chip = find_device(name).chip
         start = time.monotonic()

@@ -14,11 +14,13 @@ import onnxruntime
 
 from sanitize.support import FOLDER, cases
 
-HEAD = """# What ONNX Runtime's CPU provider takes, and so the full packages for phones (onnxruntime-android, onnxruntime-c);
-# the reduced mobile package is no longer published. Made by `python -m sanitize.support.survey_ort`.
+HEAD = """# What ONNX Runtime's CPU provider takes, and so the full packages for phones (onnxruntime-android,
+# onnxruntime-c); the reduced mobile package is no longer published. Made by `python -m sanitize.support.survey_ort`.
 # `opset`: the newest opset at which the operator's definition has a kernel.
 
 """
+
+PLAIN = ("any", "fp32", "fp16", "int32", "int64", "bool")
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def main() -> None:
         opsets = [newest] if case.domain else range(newest, cases.OPSET - 1, -1)
         for opset in opsets:
             at = dataclasses.replace(case, opset=0 if case.domain else opset)
-            types = {t for t in ("any", "fp32", "fp16", "int32", "int64", "bool") if t in _types(at) and opens(at, t)}
+            types = {t for t in _types(at) if t in PLAIN and opens(at, t)}
             if types:
                 found[name] = (opset, found.get(name, (0, set()))[1] | types)
                 break

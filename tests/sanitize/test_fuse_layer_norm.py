@@ -51,6 +51,12 @@ def test_float32_inside_a_float16_model(tmp_path: Path) -> None:
     assert ops(check(model, PASS, tmp_path, min_db=60)) == ["LayerNormalization"]
 
 
+def test_float64_behind_the_difference(tmp_path: Path) -> None:
+    text = spelling(end="h = Cast<to = 10>(n)\n p = Mul(h, w)\n y = Add(p, b)")
+    text = text.replace("d = Sub(x, m)", "d0 = Sub(x, m)\n d = Cast<to = 11>(d0)").replace("float eps", "double eps")
+    assert ops(check(in_float16(parse(text)), PASS, tmp_path, min_db=55)) == ["LayerNormalization"]
+
+
 def test_older_opset(tmp_path: Path) -> None:
     text = '<ir_version: 8, opset_import: ["" : 13]>' + spelling().replace("(x, axes)", "<axes = [2]>(x)")
     text = text.replace("(s, axes)", "<axes = [-1]>(s)").replace("int64[1] axes = {-1}, ", "")

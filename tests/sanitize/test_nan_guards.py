@@ -48,7 +48,8 @@ def test_left(tmp_path: Path, form: str) -> None:
 
 
 def test_a_branch_that_stretches_stays(tmp_path: Path) -> None:
-    text = "g (float[4] x) => (float[3,4] y) <float[3,1] zero = {0,0,0}> { s = Softmax(x) n = IsNaN(s) y = Where(n, zero, s) }"
+    text = """g (float[4] x) => (float[3,4] y) <float[3,1] zero = {0,0,0}> {
+        s = Softmax(x) n = IsNaN(s) y = Where(n, zero, s) }"""
     check(parse(text), PASS, tmp_path, changes=0)
 
 

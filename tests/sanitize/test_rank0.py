@@ -38,7 +38,8 @@ def model(name: str, kind: str) -> onnx.ModelProto:
     body, output, _ = BODIES[name]
     number = "<value_int = 1>" if kind == "int64" else "<value_ints = [1]>"
     body = body.replace("S {", f"{kind} {{").replace("INT", f"Constant{number}()")
-    scalars = ", ".join(f"{kind} {n} = {{{v}}}" for n, v in {"zero": 0, "one": 1, "two": 2, "four": 4, "six": 6}.items())
+    numbers = {"zero": 0, "one": 1, "two": 2, "four": 4, "six": 6}
+    scalars = ", ".join(f"{kind} {name} = {{{value}}}" for name, value in numbers.items())
     return parse(f"g (float[2,12] x) => ({output}) <{scalars}, int64[2] both = {{0,1}}> {{ n = Neg(x) {body} }}")
 
 

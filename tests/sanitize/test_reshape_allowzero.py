@@ -25,7 +25,7 @@ COMPUTED = {
     "slice": "s = Shape(x) a = Slice(s, zero, one) t = Concat<axis=0>(a, c12)",
     "shape with start and end": "a = Shape<start=0, end=1>(x) t = Concat<axis=0>(a, c12)",
     "negative start": "a = Shape<start=-2, end=-1>(x) b = Sub(a, one) t = Concat<axis=0>(b, c12)",
-    "product": "s = Shape(x) a = Gather(s, one) b = Gather(s, two) p = Mul(a, b) q = Gather(s, zero) t = Concat<axis=0>(q, p)",
+    "product": "s = Shape(x) a = Gather(s, one) b = Gather(s, two) p = Mul(a, b) t = Concat<axis=0>(two, p)",
     "scalar index": "s = Shape(x) i = Squeeze(zero) a = Gather(s, i) u = Unsqueeze(a, zero) t = Concat<axis=0>(u, c12)",
     "quotient": "s = Shape(x) a = Gather(s, two) b = Div(a, two) t = Concat<axis=0>(b, c_1)",
     "through int32": "s = Shape(x) i = Cast<to=6>(s) j = Cast<to=7>(i) a = Gather(j, zero) t = Concat<axis=0>(a, c12)",
@@ -91,8 +91,9 @@ def test_the_numbers_are_those_of_onnx(dims: list[int], data: st.DataObject) -> 
     index = st.integers(-len(dims), len(dims) - 1)
     i, j = data.draw(index), data.draw(index)
     start, end, step = data.draw(st.integers(-7, 7)), data.draw(st.integers(-7, 7)), data.draw(st.integers(1, 3))
-    body = data.draw(st.sampled_from(["Concat<axis=0>(a, b, p)", "Slice(s, start, end, axis, step)", "Add(a, s)",
-                                      "Mul(s, s)", "Div(s, a)", "Shape<start=FROM, end=TO>(x)", "Max(b, s)"]))  # fmt: skip
+    bodies = ["Concat<axis=0>(a, b, p)", "Slice(s, start, end, axis, step)", "Add(a, s)", "Mul(s, s)", "Div(s, a)",
+              "Shape<start=FROM, end=TO>(x)", "Max(b, s)"]  # fmt: skip
+    body = data.draw(st.sampled_from(bodies))
     text = f"""g (float[{",".join(map(str, dims))}] x) => (int64[N] t) <int64[1] i = {{{i}}}, int64[1] j = {{{j}}},
         int64[1] start = {{{start}}}, int64[1] end = {{{end}}}, int64[1] axis = {{0}}, int64[1] step = {{{step}}}> {{
         s = Shape(x) a = Gather(s, i) b = Gather(s, j) p = Sub(a, b)
@@ -102,4 +103,4 @@ def test_the_numbers_are_those_of_onnx(dims: list[int], data: st.DataObject) -> 
     have = evaluate(loaded.graph.outputs[0], {})
     want = ReferenceEvaluator(model).run(None, {"x": np.zeros(dims, np.float32)})[0]
     assert have is None or have == tuple(want.tolist())
-    assert have is not None or body.startswith("Div")
+    assert have is not None

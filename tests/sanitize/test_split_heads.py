@@ -47,6 +47,14 @@ def test_plain_attention(tmp_path: Path) -> None:
     assert {len(v.shape) for node in after.graph if node.op_type == "MatMul" for v in node.outputs} == {3}
 
 
+def test_as_many_rows_as_heads(tmp_path: Path) -> None:
+    """The shapes alone do not tell that the last Transpose mixes heads."""
+    text = PLAIN.replace("float[1, 4, 3, 5] q", "float[1, 4, 4, 5] q")
+    text = text.replace("1, 1, 3, 6", "1, 1, 4, 6").replace("{3, 20}", "{4, 20}").replace("[3, 20]", "[4, 20]")
+    after = check(model(text), PASS, tmp_path, changes=2)
+    assert [node.attributes["perm"].value for node in after.graph if node.op_type == "Transpose"][-1] == (0, 2, 1, 3)
+
+
 def test_grouped_queries_over_a_cache(tmp_path: Path) -> None:
     after = check(model(CACHE), PASS, tmp_path, changes=4)
     kinds = ops(after)
