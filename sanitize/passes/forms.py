@@ -1,6 +1,6 @@
 """Forms that HTP computes right in fp16 where its own kernels do not, and what the passes accurate-* share.
 
-Each is an identity, or a fit good to 90 dB, in float32, and is measured under the name its docstring gives: the
+Each is an identity in float32, or a fit good to 89 dB and more, and is measured under the name its docstring gives: the
 tables are those of `ringstep ops`.
 """
 
