@@ -12,10 +12,11 @@ from graphs import check, ops, parse, random_feeds, run
 from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
+from sanitize.casts import holds
 from sanitize.graph import every_node
 from sanitize.model_file import read_model, write_model
 from sanitize.passes import Change
-from sanitize.passes.narrow_types import PASS, holds
+from sanitize.passes.narrow_types import PASS
 from sanitize.target import find_target
 
 D = ir.DataType
