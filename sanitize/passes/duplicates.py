@@ -58,7 +58,8 @@ def _equal(values: list[ir.Value]) -> Iterator[list[ir.Value]]:
         yield from (group for group in contents.values() if len(group) > 1)
 
 
-def _sample(tensor: ir.TensorProtocol) -> bytes:
+def _sample(tensor: ir.TensorProtocol | None) -> bytes:
+    assert tensor is not None
     size = nbytes(tensor)
     with Reader(tensor) as reader:
         if size <= 3 * SAMPLE:
@@ -66,7 +67,8 @@ def _sample(tensor: ir.TensorProtocol) -> bytes:
         return b"".join(reader.read(start, SAMPLE) for start in (0, size // 2, size - SAMPLE))
 
 
-def _digest(tensor: ir.TensorProtocol) -> bytes:
+def _digest(tensor: ir.TensorProtocol | None) -> bytes:
+    assert tensor is not None
     found = hashlib.blake2b()
     for chunk in chunks(tensor):
         found.update(chunk)

@@ -30,7 +30,8 @@ def left(model: ir.Model) -> list[str]:
 
 def test_shape_arithmetic_of_static_dims(tmp_path: Path) -> None:
     model = parse(
-        """g (float[2,3,4] x) => (float[6,4] y) <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] m = {-1}> {
+        """g (float[2,3,4] x) => (float[6,4] y)
+        <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] m = {-1}> {
         s = Shape(x) a = Gather(s, i0) b = Gather(s, i1) c = Mul(a, b) d = Unsqueeze(c, zero)
         e = Concat<axis=0>(d, m) y = Reshape(x, e) }"""
     )
@@ -57,6 +58,17 @@ def test_two_open_dims_stay(tmp_path: Path) -> None:
     )
     feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)}
     check(model, PASS, tmp_path, feeds=feeds, changes=0)
+
+
+def test_a_dim_is_never_negative(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[b,1] x) => (float[b,4] y)
+        <int64[1] i0 = {0}, int64[1] four = {4}, int64[1] m = {-1}, int64[2] ones = {1, 1}> {
+        s = Shape(x) a = Gather(s, i0) e = Concat<axis=0>(a, four) q = Equal(e, m)
+        w = Where(q, ones, e) y = Expand(x, w) }"""
+    )
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 1)).astype(np.float32)}
+    assert left(check(model, PASS, tmp_path, feeds=feeds)) == ["Shape", "Gather", "Concat", "Where", "Expand"]
 
 
 def test_floats_are_those_of_onnx_runtime(tmp_path: Path) -> None:
@@ -97,7 +109,9 @@ def test_a_constant_that_goes_makes_room(tmp_path: Path) -> None:
     model.graph.initializer.append(weights)
     # A MatMul whose weight is constant runs another kernel: its last bit differs, that of the weight does not.
     assert left(check(model, PASS, tmp_path, min_db=120)) == ["MatMul"]
-    shared = parse("g (float[1,32] x) => (float[1,48] y, float[1,48] z) { t = Add(w, w) y = MatMul(x, t) z = MatMul(x, w) }")
+    shared = parse(
+        "g (float[1,32] x) => (float[1,48] y, float[1,48] z) { t = Add(w, w) y = MatMul(x, t) z = MatMul(x, w) }"
+    )
     shared.graph.initializer.append(weights)
     check(shared, PASS, tmp_path / "shared", changes=0)
 
@@ -110,7 +124,9 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
 
 
 def test_chance_and_quantised_weights_stay(tmp_path: Path) -> None:
-    model = parse("g (float[3] x) => (float[3] y) { r = RandomNormal<shape=[3]>() m = Mul(r, x) z = Sub(m, m) y = Add(z, x) }")
+    model = parse(
+        "g (float[3] x) => (float[3] y) { r = RandomNormal<shape=[3]>() m = Mul(r, x) z = Sub(m, m) y = Add(z, x) }"
+    )
     onnx.save(model, tmp_path / "a.onnx")
     loaded = read_model(tmp_path / "a.onnx")
     assert PASS.run(loaded, TARGET) == []
