@@ -17,6 +17,7 @@ from sanitize import graph as graphs
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 from sanitize.tensors import Reader, chunks, nbytes, place
+from sanitize.wire import INLINE_BYTES
 
 SAMPLE = 4096  # bytes at the start, in the middle and at the end
 Kind = tuple[Hashable, ...]
@@ -90,6 +91,8 @@ def _merge(equal: list[ir.Value], depth: dict[ir.Graph, tuple[ir.Graph, ...]]) -
             continue
         kept.setdefault(graph, value)
         held = value.const_value
+        if nbytes(tensor) < INLINE_BYTES:
+            continue
         if held is not tensor and held is not None and (place(held) is None or place(held) != place(tensor)):
             value.const_value = tensor
             changes.append(Change(name, f"equal to {equal[0].name}: stored once"))

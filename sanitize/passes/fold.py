@@ -64,7 +64,8 @@ def _inline_ifs(model: ir.Model) -> list[Change]:
     changes = []
     for node in graphs.every_node(model):
         outer = node.graph
-        if node.op_type != "If" or node.domain not in ("", "ai.onnx") or not isinstance(outer, ir.Graph):
+        # An If in a branch that has just been dropped reads nothing any more.
+        if node.op_type != "If" or not node.inputs or not isinstance(outer, ir.Graph):
             continue
         condition = graphs.array(node.inputs[0], 1)
         if condition is None or condition.size != 1:

@@ -247,11 +247,7 @@ def _merge(node: ir.Node) -> str | None:
     elif node.op_type == inner.op_type == "Cast":
         if not _exact_between(origin, between, node):
             return None
-    elif (
-        node.op_type not in VIEWS
-        or inner.op_type not in VIEWS
-        or (not (node.op_type == inner.op_type and _join_axes(inner, node)) and not _as_reshape(node))
-    ):
+    elif not (node.op_type in VIEWS and inner.op_type in VIEWS and (_join_axes(inner, node) or _as_reshape(node))):
         return None
     node.replace_input_with(0, origin)
     graphs.remove(inner)
@@ -269,7 +265,7 @@ def _exact_between(origin: ir.Value, between: ir.Value, node: ir.Node) -> bool:
 
 def _join_axes(inner: ir.Node, node: ir.Node) -> bool:
     """Give the second of two Squeezes or Unsqueezes the axes of both."""
-    if node.op_type not in ("Squeeze", "Unsqueeze"):
+    if node.op_type != inner.op_type or node.op_type not in ("Squeeze", "Unsqueeze"):
         return False
     first, second = _ints(inner, 1, "axes"), _ints(node, 1, "axes")
     if not first or not second or min(*first, *second) < 0:

@@ -212,3 +212,45 @@ def test_bits_of_a_whole_model() -> None:
     given = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
     found = evaluate(node, [given], 21)
     assert found is not None and found[0].shape == (4, 7) and abs(found[0].sum(-1) - 1).max() < 1e-6
+
+
+def test_an_if_in_a_dropped_branch_and_one_in_a_kept_one(tmp_path: Path) -> None:
+    info = lambda name: helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])
+
+    def nested(name: str) -> onnx.GraphProto:
+        leaves = [
+            helper.make_graph([helper.make_node(op, ["x"], [f"{name}_{op}"], op)], op, [], [info(f"{name}_{op}")])
+            for op in ("Neg", "Abs")
+        ]
+        node = helper.make_node("If", ["b"], [f"{name}_o"], name, then_branch=leaves[0], else_branch=leaves[1])
+        return helper.make_graph([node], name, [], [info(f"{name}_o")])
+
+    model = parse("g (float[2] x) => (float[2] z) <bool b = {1}> { z = Exp(x) }")
+    model.graph.node.append(
+        helper.make_node("If", ["b"], ["y"], "if", then_branch=nested("t"), else_branch=nested("e"))
+    )
+    model.graph.output.append(info("y"))
+    onnx.save(model, tmp_path / "a.onnx")
+    loaded = read_model(tmp_path / "a.onnx")
+    assert PASS.run(loaded, TARGET) and PASS.run(loaded, TARGET) == []
+    assert ops(loaded) == ["Exp", "Neg"]
+
+
+def test_a_loop_body_is_folded_where_it_is_constant(tmp_path: Path) -> None:
+    number = lambda name, kind: helper.make_tensor_value_info(name, kind, [])
+    nodes = [
+        helper.make_node("Add", ["two", "two"], ["four"], "const"),
+        helper.make_node("Mul", ["v", "four"], ["w"], "mul"),
+        helper.make_node("Identity", ["c"], ["c2"], "keep"),
+    ]
+    body = helper.make_graph(nodes, "body", [number("i", 7), number("c", 9), number("v", 1)],
+                             [number("c2", 9), number("w", 1)])  # fmt: skip
+    model = parse("g (float x) => (float z) <int64 n = {3}, bool go = {1}, float two = {2}> { z = Neg(x) }")
+    model.graph.node.append(helper.make_node("Loop", ["n", "go", "x"], ["y"], "loop", body=body))
+    model.graph.output.append(number("y", 1))
+    onnx.save(model, tmp_path / "a.onnx")
+    loaded = read_model(tmp_path / "a.onnx")
+    assert [change.node for change in PASS.run(loaded, TARGET)] == ["const"] and PASS.run(loaded, TARGET) == []
+    write_model(loaded, tmp_path / "b.onnx")
+    feeds = {"x": np.array(1.5, np.float32)}
+    assert run(tmp_path / "b.onnx", feeds)["y"] == run(tmp_path / "a.onnx", feeds)["y"] == 96
