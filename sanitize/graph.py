@@ -62,7 +62,13 @@ def tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     node = value.producer()
     if node is None or node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
-    return ir.convenience.get_const_tensor(value)
+    held = node.attributes.get("value")
+    if held is not None and held.type == ir.AttributeType.TENSOR:
+        return held.value
+    try:
+        return ir.convenience.get_const_tensor(value)
+    except ValueError:
+        return None  # a sparse one, or no valid one
 
 
 def array(value: ir.Value | None, limit: int = SMALL) -> np.ndarray | None:

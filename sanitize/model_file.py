@@ -204,9 +204,7 @@ def write_model(
 
 
 @contextlib.contextmanager
-def staged(
-    model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None
-) -> Iterator[Path]:
+def staged(model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None) -> Iterator[Path]:
     """Write the model into a temporary folder beside `path` for as long as the block runs; see write_model."""
     folder = path.parent
     temporary = folder / f".{path.name}.tmp-{os.getpid()}"
