@@ -41,7 +41,7 @@ def tables(support: Support) -> str:
         "## What the HTP compiler takes\n\n",
         f"Asked by `python -m sanitize.support.survey` of {versions}, for {every}: one minimal model an operator and "
         "type, static shapes, every input data (so that nothing folds), compiled under ONNX Runtime's ordinary "
-        "optimisations without the CPU, then run on the simulator against ONNX Runtime's CPU kernels. `fp32` is float32 "
+        "optimisations without the CPU, then run on the simulator against the CPU kernels. `fp32` is float32 "
         "computed in half precision, `a16` uint16 QuantizeLinear/DequantizeLinear around the node with int8 weights "
         "(`u8`: uint8), `16x16` with uint16 weights. Taken in the smallest case does not mean taken with every "
         "attribute.\n\n",

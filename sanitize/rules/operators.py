@@ -58,7 +58,10 @@ def kind_of(subject: Subject, node: ir.Node) -> str | None:
     data = node.inputs[index] if len(node.inputs) > index else None
     if data is None or data.dtype not in KINDS:
         return None
-    kind = KINDS[data.dtype]
+    # A constant may stand first: Mul(2, x) is judged by x.
+    moving = (v for v in node.inputs if v is not None and v.dtype == data.dtype and not subject.constant(v))
+    data = data if not subject.constant(data) else next(moving, data)
+    kind = KINDS[data.dtype]  # type: ignore[index]
     if kind != "fp32":
         return kind
     source = dequantised(data)

@@ -27,7 +27,10 @@ RANKED = {
     **{op: f"y = {op}(x, last)" for op in _REDUCE}, "And": "y = And(b, b)", "Not": "y = Not(b)",
     "Clip": "y = Clip(x)", "ArgMax": "y = ArgMax<axis = -1>(x)", "CumSum": "y = CumSum(x, last0)",
     "Flatten": "y = Flatten(x)", "GatherElements": "y = GatherElements<axis = -1>(x, index)",
-    "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)", "Unsqueeze": "y = Unsqueeze(x, zero)",
+    "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)",
+    "Unsqueeze": "s = Squeeze(x, zero) y = Unsqueeze(s, zero)",
+    "GatherND": "y = GatherND(x, corner)", "ScatterND": "y = ScatterND(x, corner, x)", "Trilu": "y = Trilu(x)",
+    "ScatterElements": "y = ScatterElements<axis = -1>(x, index, x)", "GlobalAveragePool": "y = GlobalAveragePool(x)",
     "TopK": "y, z = TopK(x, two)", "Einsum": 'y = Einsum<equation = "...i,ij->...j">(x, w)',
     "Add": "y = Add(x, x)", "Neg": "y = Neg(x)", "Softmax": "y = Softmax(x)", "MatMul": "y = MatMul(x, w)",
     "Concat": "y = Concat<axis = -1>(x, x)", "ReduceMean": "y = ReduceMean(x, last)",
@@ -297,6 +300,7 @@ def ranked(body: str, rank: int) -> Built:
     named = {
         "scale": np.ones(8, np.float32), "ones": np.ones(rank, np.int64),
         "dims": np.array(dims), "last0": np.array(-1, np.int64), "index": np.zeros(dims, np.int64),
+        "corner": np.zeros((*dims[:1], 1), np.int64),
         "pads": np.array([0] * (2 * rank - 1) + [1]),
     }  # fmt: skip
     named = {name: value for name, value in named.items() if f" {name}" in body or f"({name}" in body}
