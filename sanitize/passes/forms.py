@@ -1,6 +1,6 @@
 """Forms that HTP computes right in fp16 where its own kernels do not, and what the passes accurate-* share.
 
-Each is an identity, or a fit good to 90 dB, in float32, and is measured under the name its docstring gives: the
+Each is an identity in float32, or a fit good to 89 dB and more, and is measured under the name its docstring gives: the
 tables are those of `ringstep ops`.
 """
 
@@ -86,15 +86,20 @@ class Writer:
     like: ir.Value
     opset: int = 13
 
+    @property
+    def name(self) -> str:
+        """What new nodes are named after; operators' types would be searched for a free number each time."""
+        return self.before.name or self.before.outputs[0].name or self.before.op_type
+
     def __call__(self, op: str, *inputs: ir.Value | float, like: ir.Value | None = None, **attributes: Any) -> ir.Value:
         """Numbers become constants of the type of `like`."""
-        name = f"{self.before.name or self.before.op_type}/{op}"
+        name = f"{self.name}/{op}"
         values = [self.number(v, name) if isinstance(v, float) else v for v in inputs]
         return graphs.insert(self.before, op, values, attributes, like=like or self.like, name=name)
 
     def reduce(self, op: str, x: ir.Value, axis: int) -> ir.Value:
         """ReduceMax, ReduceMean or ReduceSum over one axis, which stays as 1."""
-        name = f"{self.before.name or self.before.op_type}/{op}"
+        name = f"{self.name}/{op}"
         inputs, attributes = [x], {"keepdims": 1}
         if self.opset >= 18 or op == "ReduceSum":
             inputs.append(graphs.constant(self.before, f"{name}_axes", np.array([axis], np.int64)))
