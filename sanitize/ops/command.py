@@ -8,6 +8,7 @@ import click
 
 from ringstep import console
 from ringstep.errors import RingstepError
+from ringstep.options import as_json, common
 
 
 @click.command(short_help="Measure a chip's operators on the simulator.")
@@ -17,7 +18,8 @@ from ringstep.errors import RingstepError
 @click.option("--op", "names", multiple=True, help="Only forms whose name holds this, such as SiLU; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the table, as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw relative errors, .svg or .png (needs matplotlib).")
-@click.option("--json", "json_", is_flag=True, help="Print JSON instead of a table.")
+@as_json
+@common
 def ops(chip: str, precision: str, names: tuple[str, ...], out: Path | None, plot: Path | None, json_: bool) -> int:
     """Measure how accurately CHIP's operators compute, over intervals of their inputs.
 
