@@ -84,9 +84,9 @@ PASSES: tuple[Pass, ...] = (
 )
 
 LAYOUTS: tuple[Pass, ...] = (
-    linear_as_conv.PASS,
-    split_heads.PASS,
     merge_projections.PASS,
     split_projections.PASS,
+    split_heads.PASS,
+    linear_as_conv.PASS,
 )
 """Off unless asked for with --with."""
