@@ -80,7 +80,8 @@ def test_scalars_are_taken_and_lists_are_lists(tmp_path: Path) -> None:
         m = Mul(x, s) t = ReduceSum<keepdims=0>(m) q = Sqrt(half) u = Mul(t, q) d = Where(c, u, half) y = Neg(d)
         p = Clip(m, low, high) z = Gather<axis=0>(p, i) w = Slice(p, zero, six, one) }"""
     path = sanitized(parse(text), tmp_path, rank0.PASS)
-    feeds = random_feeds(parse(text.replace("bool c", "bool[1] c"))) | {"i": np.array(1), "s": np.array(0.7, np.float32)}
+    feeds = random_feeds(parse(text.replace("bool c", "bool[1] c")))
+    feeds |= {"i": np.array(1), "s": np.array(0.7, np.float32)}
     want = run(path, feeds | {"c": np.array(True)})
     for name, have in simulate(path, feeds | {"c": np.array([True])}).items():
         assert snr_db(want[name].reshape(-1), have.reshape(-1)) > 50, name
