@@ -78,7 +78,8 @@ class Maker:
             axis = dims.index(1)
             self.add("Squeeze", [a, self.constant(np.array([axis]))], dims[:axis] + dims[axis + 1 :], dtype)
         elif choice == 7:
-            to = np.dtype(rng.choice(["float32", "float64", "float16"]))
+            # No float16: ONNX Runtime computes it in float32 and drops casts on the way, so no two graphs agree.
+            to = np.dtype(rng.choice(["float32", "float64"]))
             self.add("Cast", [a], dims, to, to=TYPES[to])
         elif choice == 8 and dims:
             axis, dim = int(rng.integers(0, len(dims))), dims[0]
