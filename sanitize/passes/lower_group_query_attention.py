@@ -102,12 +102,16 @@ def _rotated(
     half = match.inner(cos)
     if half is None:
         raise refuse(node, "the width of cos_cache is not static")
+    steps = np.arange(cache.n, dtype=np.int32)
     if cache.start is None and positions is None:
         rows = (emit(node, "Slice", table, ints(0), ints(cache.n), ints(0)) for table in (cos, sin))
     else:
         if positions is None:
-            steps = np.arange(cache.n, dtype=np.int32)
             positions = emit(node, "Add", emit(node, "Reshape", cache.start, ints(-1, 1)), steps)
+        elif cache.start is None:
+            # Of a first prompt's positions the operator reads one and counts on from there.
+            first = emit(node, "Slice", emit(node, "Reshape", positions, ints(-1)), ints(0), ints(1))
+            positions = emit(node, "Add", first, steps.astype((positions.dtype or ir.DataType.INT64).numpy()))
         rows = (emit(node, "Gather", table, positions, axis=0) for table in (cos, sin))
     cos, sin = (emit(node, "Reshape", row, ints(-1, 1, cache.n, half)) for row in rows)
     interleaved = bool(graphs.attribute(node, "rotary_interleaved", 0))
