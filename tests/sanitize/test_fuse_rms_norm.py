@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,16 @@ def test_look_alikes_of_other_roots_stay(tmp_path: Path, square: str, root: str,
     text = spelling(square, root, shape="2, 8")
     assert right in text
     check(parse(text.replace(right, wrong)), PASS, tmp_path, changes=0)
+
+
+def test_a_norm_of_a_norm(tmp_path: Path) -> None:
+    body = spelling(shape="2, 8").split("{\n", 1)[1].rsplit("}", 1)[0]
+    second = body.replace("x", "y").replace("ayes", "axes")
+    for name in ("s", "m", "me", "r", "i", "n"):
+        second = re.sub(rf"\b{name}\b", f"{name}2", second)
+    second = re.sub(r"\by = ", "z = ", second)
+    text = spelling(shape="2, 8").replace(body, body + second).replace("=> (float[2, 8] y)", "=> (float[2, 8] z)")
+    assert ops(check(parse(text), PASS, tmp_path, changes=2)) == ["RMSNormalization"] * 2
 
 
 def test_an_intermediate_that_is_read_elsewhere_stops_it(tmp_path: Path) -> None:

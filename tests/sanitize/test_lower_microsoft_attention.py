@@ -119,6 +119,8 @@ GROUPED = {
     "softcap": (grouped(softcap=1.5), [7, 7]),
     "scale": (grouped(scale=0.3), [7, 7]),
     "bias": (grouped(scores=True), [7, 7]),
+    "positions": (grouped(positions=True), [7, 7]),
+    "positions of a prompt": (grouped(n=5, past=0, total=5, positions=True, batch=1), [4]),
     "chunk": (grouped(n=3, batch=1), [7]),
     "chunk, not full": (grouped(n=3, batch=1), [5]),
     # The kernel leaves the rows of present behind the last entry open.
