@@ -1,4 +1,4 @@
-"""Casts that change nothing, and casts around the operators that HTP refuses on bools."""
+"""Casts that change nothing, and casts around what HTP refuses (bools in places) or gets wrong (uint8 to float)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ BITS = {D.FLOAT16: (11, 5), D.BFLOAT16: (8, 8), D.FLOAT: (24, 8), D.DOUBLE: (53,
 INTEGERS = {D.INT8: (7, 1), D.INT16: (15, 1), D.INT32: (31, 1), D.INT64: (63, 1), D.UINT8: (8, 0),
             D.UINT16: (16, 0), D.UINT32: (32, 0), D.UINT64: (64, 0), D.BOOL: (1, 0)}  # fmt: skip
 """Bits of the magnitude, and whether there is a sign."""
+
+SMALL = (D.UINT8, D.INT16)
+"""HTP casts uint8 to float32 as if it were bool (1 for all but 0, simulated) and refuses int16."""
+
+
+def widen_small(model: ir.Model) -> list[Change]:
+    """Cast small integers to int32 before they become float."""
+    changes = []
+    for node in graphs.every_node(model):
+        if node.op_type != "Cast" or node.outputs[0].dtype not in BITS:
+            continue
+        value = node.inputs[0]
+        if value is not None and value.dtype in SMALL:
+            name = f"{node.name or 'Cast'}/int32"
+            wide = graphs.insert(node, "Cast", [value], {"to": D.INT32}, name=name, like=value, dtype=D.INT32)
+            node.replace_input_with(0, wide)
+            changes.append(Change(node.name or "Cast", f"cast of {value.dtype.name.lower()} taken through int32"))
+    return changes
 
 
 def free_bools(model: ir.Model) -> list[Change]:
@@ -45,15 +63,17 @@ def free_bools(model: ir.Model) -> list[Change]:
     return changes
 
 
-def collapse(model: ir.Model) -> list[Change]:
-    """Read past casts that lose nothing; remove casts to the type a value has."""
+def collapse(model: ir.Model, htp: bool) -> list[Change]:
+    """Read past casts that lose nothing; remove casts to the type a value has. `htp`: keep those of widen_small."""
     changes = []
     for node in graphs.every_node(model):
         if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or node.inputs[0] is None:
             continue
         first = graphs.made_by(node.inputs[0], "Cast")
-        if first is not None and first.inputs[0] is not None and holds(first.inputs[0].dtype, node.inputs[0].dtype):
-            node.replace_input_with(0, first.inputs[0])
+        source = first.inputs[0] if first is not None else None
+        detour = source is not None and htp and source.dtype in SMALL and node.outputs[0].dtype in BITS
+        if first is not None and source is not None and not detour and holds(source.dtype, node.inputs[0].dtype):
+            node.replace_input_with(0, source)
             changes.append(Change(node.name or "Cast", "cast chain collapsed"))
             _remove_unused(first)
         if node.inputs[0].dtype == node.outputs[0].dtype is not None and node.graph is not None:

@@ -7,7 +7,7 @@ Constants are checked to fit; sums and products of them are taken to fit, as the
 the compiler reads them as parameters.
 
 HTP takes bool nearly everywhere: inputs, outputs, logic, Where's condition, and Reshape, Concat, Gather and their kind.
-Where it refuses bools, they go through int32 or float (sanitize/casts.py).
+Where it refuses bools, they go through int32 or float, and uint8 becomes float through int32 (sanitize/casts.py).
 
 float64 becomes float32, and chains of casts collapse where the first one is exact, on every target.
 """
@@ -22,7 +22,7 @@ from onnx import defs
 
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
-from sanitize.casts import collapse, free_bools
+from sanitize.casts import collapse, free_bools, widen_small
 from sanitize.passes import Change, Pass
 from sanitize.stream import chunks, mapped
 from sanitize.target import Target
@@ -41,7 +41,8 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     if target.htp:
         changes += _int64(model)
         changes += free_bools(model)
-    return changes + collapse(model)
+        changes += widen_small(model)
+    return changes + collapse(model, target.htp)
 
 
 # float64

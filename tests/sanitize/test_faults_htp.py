@@ -60,6 +60,14 @@ def test_bools_that_htp_refuses(tmp_path: Path, op: str) -> None:
     np.testing.assert_array_equal(simulate(path, feeds)["y"], run(path, feeds)["y"])
 
 
+def test_uint8_is_cast_right(tmp_path: Path) -> None:
+    text = "g (uint8[1,6] x) => (float[1,6] y) { y = Cast<to=1>(x) }"
+    feeds = {"x": np.array([[0, 1, 2, 100, 200, 255]], np.uint8)}
+    path = sanitized(parse(text), tmp_path, narrow_types.PASS)
+    np.testing.assert_allclose(simulate(tmp_path / "a.onnx", feeds)["y"], feeds["x"] > 0, atol=1e-6)
+    np.testing.assert_allclose(simulate(path, feeds)["y"], feeds["x"], atol=1e-6)
+
+
 def test_types_that_htp_refuses_are_narrowed(tmp_path: Path) -> None:
     text = """g (double[2,3] x, int64[2] i) => (double[2,3] y, int64[2,1] best, int64[2,3] rounded) {
         n = Neg(x) y = Gather(n, i) best = ArgMax<axis=1>(y) rounded = Cast<to=7>(x) }"""

@@ -225,6 +225,17 @@ def test_bools_go_through_int32_where_htp_refuses_them(tmp_path: Path, name: str
     check(parse(text), PASS, folder / "cpu", changes=0, target=find_target("xnnpack"))
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int16"])
+def test_small_integers_become_float_through_int32_on_htp(tmp_path: Path, kind: str) -> None:
+    body = "y = Cast<to=1>(x) i = Cast<to=6>(x) z = Cast<to=1>(i)"
+    text = f"g ({kind}[1,4] x) => (float[1,4] y, float[1,4] z) {{ {body} }}"
+    feeds = {"x": np.array([[0, 1, 100, 127]], kind)}
+    after = check(parse(text), PASS, tmp_path / "htp", feeds=feeds, changes=1, min_db=np.inf)
+    assert ops(after).count("Cast") == 4
+    after = check(parse(text), PASS, tmp_path / "cpu", feeds=feeds, target=find_target("xnnpack"), min_db=np.inf)
+    assert ops(after).count("Cast") == 2
+
+
 def test_bools_that_htp_takes_stay(tmp_path: Path) -> None:
     text = """g (bool[2,3] a, float[2,3] x) => (float[2,3] y, bool[2,3] n) <float zero = {0}> {
         c = Greater(x, zero) d = And(a, c) n = Not(d) y = Where(n, x, zero) }"""
