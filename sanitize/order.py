@@ -46,13 +46,13 @@ from sanitize.passes import (
 )
 
 PASSES: tuple[Pass, ...] = (
+    rank0.PASS,  # first: the inference of types stops at a scalar where a list belongs
     dead.PASS,  # nothing below looks at what nobody reads
     fold.PASS,  # what follows recognises constants, not the arithmetic that makes them
     noop.PASS,
     nan_guards.PASS,  # they hide what they guard
     infinities.PASS,  # after the guards, whose rows it keeps finite
     reshape_allowzero.PASS,  # after fold: it needs the shapes as constants
-    rank0.PASS,
     lower_matmul_nbits.PASS,  # fused operators come apart before their parts are fused for the target
     lower_fused_matmul.PASS,
     lower_skip_norm.PASS,
