@@ -39,9 +39,9 @@ def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
         v = match.emit(node, "Concat", past_value, v, axis=2)
     _, _, n, size = match.static(node, q, "its query")
     total = match.static(node, k, "its keys")[2]
-    hide = _hide(node, padding, q, total, low) if padding is not None else None
+    seen = hide(node, padding, q, total, low) if padding is not None else None
     triangle = causal(q, n, total, past, low) if graphs.attribute(node, "unidirectional", 0) else None
-    result = attend(node, q, k, v, scale=graphs.attribute(node, "scale") or size**-0.5, biases=(bias, hide, triangle))
+    result = attend(node, q, k, v, scale=graphs.attribute(node, "scale") or size**-0.5, biases=(bias, seen, triangle))
     return [side_by_side(node, result), k, v]
 
 
@@ -57,7 +57,7 @@ def _with_projection(
     return q, k, v
 
 
-def _hide(node: ir.Node, padding: ir.Value, like: ir.Value, total: int, low: float) -> ir.Value:
+def hide(node: ir.Node, padding: ir.Value, like: ir.Value, total: int, low: float) -> ir.Value:
     """The bias for a key padding mask [batch, total] or [batch, n, total] of 1 (seen) and 0."""
     shape = match.static(node, padding, "key_padding_mask")
     if len(shape) not in (2, 3) or shape[-1] != total:
