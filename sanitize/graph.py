@@ -85,6 +85,11 @@ def scalar(value: ir.Value | None) -> float | None:
     return None if found is None or found.size != 1 else float(found.reshape(-1)[0])
 
 
+def uses(model: ir.Model, dtype: ir.DataType) -> bool:
+    """Whether any value that a node makes has this type."""
+    return any(value.dtype == dtype for node in every_node(model) for value in node.outputs)
+
+
 def dims(value: ir.Value | None) -> tuple[int, ...] | None:
     """The static shape of a value, None if any of it is unknown."""
     if value is None or value.shape is None or not value.shape.is_static():

@@ -30,6 +30,7 @@ from sanitize.passes import (
     lower_layer_norm,
     lower_matmul_nbits,
     lower_multi_head_attention,
+    lower_packed_attention,
     lower_rotary_embedding,
     lower_skip_norm,
     lower_swish,
@@ -58,13 +59,14 @@ PASSES: tuple[Pass, ...] = (
     lower_skip_norm.PASS,
     lower_attention.PASS,
     lower_multi_head_attention.PASS,
+    lower_packed_attention.PASS,
     lower_group_query_attention.PASS,
     lower_rotary_embedding.PASS,  # after attention, which makes some
     lower_gather_nd.PASS,  # after fold: it needs constant indices
     lower_gelu.PASS,
     lower_swish.PASS,
+    fuse_layer_norm.PASS,  # before RMSNorm, which a LayerNorm holds
     fuse_rms_norm.PASS,
-    fuse_layer_norm.PASS,
     lower_layer_norm.PASS,  # after fusing: a v68 lacks the fused one
     fuse_gelu.PASS,
     fuse_softmax.PASS,
