@@ -6,6 +6,8 @@ reaches every use, at any depth.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,18 @@ from sanitize.tensors import to_numpy
 
 NAMES, ROOT = "ringstep.names", "ringstep.root"
 SMALL = 1 << 20  # elements; larger constants are weights, which passes do not read
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it would walk the millions of objects of a 100 k node graph again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def every_graph(model: ir.Model) -> Iterator[ir.Graph]:
