@@ -64,6 +64,12 @@ def shape_entries(
         if all(_decided(x, y) for x, y in pairs):
             return [x == y for x, y in pairs], (len(pairs),)
         return None
+    if node.op_type in ("Mul", "Add"):
+        factors = [part(value) for value in node.inputs]
+        if any(one is None or len(one) != 1 or (isinstance(one[0], int) and one[0] < 0) for one in factors):
+            return None
+        # Some number that is not negative: all that an open entry has to be.
+        return [f"{id(node.outputs[0])}"], (1,)
     if source not in entries:
         return None
     held, others = entries[source], [None if value is None else read(value) for value in node.inputs[1:]]

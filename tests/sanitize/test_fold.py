@@ -51,6 +51,18 @@ def test_only_the_needed_dims_are_static(tmp_path: Path) -> None:
     assert after.graph[0].inputs[1].const_value.numpy().tolist() == [0, 0, 2, 4]
 
 
+def test_a_product_of_open_dims(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[batch,seq,8] x) => (float[rows,8] y)
+        <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] eight = {8}> {
+        s = Shape(x) a = Gather(s, i0) b = Gather(s, i1) c = Mul(a, b) d = Unsqueeze(c, zero)
+        e = Concat<axis=0>(d, eight) y = Reshape<allowzero=1>(x, e) }"""
+    )
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)}
+    after = check(model, PASS, tmp_path, feeds=feeds)
+    assert left(after) == ["Reshape"] and after.graph[0].inputs[1].const_value.numpy().tolist() == [-1, 8]
+
+
 def test_two_open_dims_stay(tmp_path: Path) -> None:
     model = parse(
         """g (float[batch,seq,8] x) => (float[a,b,c] y) <int64[1] i0 = {0}, int64[1] i1 = {1}, int64[1] eight = {8}> {
