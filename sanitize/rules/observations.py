@@ -8,8 +8,8 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "before the NPU is asked, so the lint skips what folds. Size is refused even of a static shape.",
         "ONNX functions without a kernel are inlined first: FastGelu, Mish, SwiGLU, NegativeLogLikelihoodLoss are "
         "taken in parts. In float16 ReduceL1, ReduceLogSum and ReduceSumSquare are; in float32 they are not.",
-        "MatMulNBits between quantised activations ends the compiler's process (SIGSEGV) for every chip; in floats "
-        "it is taken and right. Tile of rank 5 does the same.",
+        "MatMulNBits between quantised activations ends the compiler's process (SIGSEGV) from v69 on; in floats it "
+        "is taken and right. Tile of rank 5 does the same.",
         "Mean in float16 fails at composition (a divisor of the wrong size), in float32 it is taken.",
         "The opset does not matter: the same nodes are taken at 21 to 28.",
     ),
@@ -34,11 +34,11 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "A Sigmoid calibrated to 0..0.75 has 12 dB, a Tanh to -0.8..0.8 has 14: the codes are right for scale 2^-16"
         " and 2^-15. 1/65535 is close enough (89 dB). int16 Sigmoid wants 2^-15, 0. 8-bit kernels write any "
         "encoding.",
-        "Log gives one code for everything at scale 2^-14 and below, and 80 dB at 4/65535, just above; LogSoftmax "
-        "the same at 2^-16. Thirty other 16-bit operators were tried at scales from 2^-11 to 2^-16 and are right.",
+        "Log gives one code for everything at output scale 2^-14 and below, whatever its input, and 80 dB at "
+        "4/65535, just above. Thirty other 16-bit operators were tried at scales from 2^-11 to 2^-16 and are right.",
     ),
     "nan-guard": (
-        "IsNaN was expected to be refused. Every float chip takes it, and the guard's Where too.",
+        "IsNaN was expected to be refused. Every chip with floats takes it, and the guard's Where too.",
     ),
     "rank": (
         "Rank 5 is taken by data movement and by Add, Sub, Mul, Div, comparisons, Softmax, Sigmoid, Gelu, Exp, "
@@ -59,7 +59,8 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "allowzero=1 is taken while the shape holds no zero.",
     ),
     "empty-tensor": (
-        "Refused for every chip.",
+        "As the input of Abs it ends the compiler's process (SIGFPE); as one part of a Concat the graph compiles "
+        "and fails when run; Reshape with allowzero=1 to an empty tensor is refused.",
     ),
     "wide-io": (
         "int64 and bool are taken as inputs, outputs and between nodes (comparisons, And, Or, Not, Where, Gather's "
@@ -79,16 +80,18 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "chip, v68 included, and so is RMSNormalization with 16-bit weights: the rule looks at constants only.",
     ),
     "infinity": (
-        "-inf is taken in masks, Where, Max, Clip and Pad, and right where a row has one finite element. A row that"
-        " is masked whole is finite on HTP and NaN in ONNX Runtime. With -10000 such a row differs too (15 dB): in "
-        "half precision the scores vanish beside the mask; nobody reads that row.",
+        "-inf on its own becomes the largest number. It is taken in masks, Where, Max, Clip and Pad, and right "
+        "where a row has one finite element. A row that is masked whole is finite on HTP and NaN in ONNX Runtime. "
+        "With -10000 such a row differs too (15 dB): in half precision the scores vanish beside the mask; nobody "
+        "reads that row.",
     ),
     "blocked-weights": (
         "Refused with int4 and int8, float and 16-bit activations; MatMulNBits itself is taken in floats.",
     ),
     "int4-zero-point": (
         "-10 dB without the zero point and 48 dB with it, per tensor and per channel; all-positive weights are "
-        "right either way, which is how the cause was found. int8 needs none.",
+        "right either way, which is how the cause was found. int8 needs none. int2 with a zero point: -10 dB. uint4"
+        " is refused.",
     ),
     "graph-memory": (
         "The estimate counts floats as 2 bytes, 64-bit integers as 4, quantised weights as stored, and the "

@@ -35,8 +35,8 @@ DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
 FIXED_ENCODINGS = {"Sigmoid": (2.0**-16, 0), "HardSigmoid": (2.0**-16, 0), "Tanh": (2.0**-15, 1 << 15)}
-# And these collapse when the output scale is this fine or finer.
-TOO_FINE = {"Log": 2.0**-14, "LogSoftmax": 2.0**-16}
+# And this collapses when the output scale is that fine or finer.
+TOO_FINE = {"Log": 2.0**-14}
 
 
 def full_name(node: ir.Node) -> str:

@@ -278,8 +278,6 @@ TEXTS |= {
     "16 bit Softmax, output range 0 to 0.6": _encoding("Softmax", 0.6 / 65535, 0),
     "16 bit Log, output scale 1/8192": _encoding("Log", 1 / 8192, 32768),
     "16 bit Log, output scale 1/16384": _encoding("Log", 1 / 16384, 32768),
-    "16 bit LogSoftmax, output scale 1/32768": _encoding("LogSoftmax", 1 / 32768, 65535),
-    "16 bit LogSoftmax, output scale 1/65536": _encoding("LogSoftmax", 1 / 65536, 65535),
 }  # fmt: skip
 
 
