@@ -127,8 +127,8 @@ RULES = (
     ),
     Rule(
         "int4-zero-point", "error", HTP, "int4 weights without a zero point, and int2 weights",
-        "The compiler misreads negative int4 weights that have no zero point, and int2 weights with and without: the graph "
-        "compiles and computes garbage.",
+        "The compiler misreads negative int4 weights that have no zero point, and int2 weights with and without: the "
+        "graph compiles and computes garbage.",
         "give the DequantizeLinear a zero point of int4 zeros", None, types.signed_nibbles,
     ),
     Rule(

@@ -52,9 +52,12 @@ def floats_on_fixed_point(subject: Subject) -> Iterator[Hit]:
     if chip.fp16:
         return
     floating = [
-        place for place in subject.live
-        if place.node.op_type not in CONVERSIONS and not _moves_floats(subject, place.node) and _computes_floats(subject, place.node)
-    ]  # fmt: skip
+        place
+        for place in subject.live
+        if place.node.op_type not in CONVERSIONS
+        and not _moves_floats(subject, place.node)
+        and _computes_floats(subject, place.node)
+    ]
     if floating and not subject.quantised:
         yield Hit("", f"the model computes in floats; {chip.name} ({chip.htp_arch}) has none")
         return
