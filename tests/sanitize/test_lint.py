@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from lint_models import EYE, F32, PAIRS, Pair, Text, save
+from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, save
 from onnx import TensorProto, helper
 
 from ringstep import console
@@ -217,3 +217,9 @@ def test_the_data_names_its_versions() -> None:
     assert set(versions) == {"v68", "v69", "v73", "v75", "v79", "v81"}
     assert all("QAIRT" in text for text in versions.values())
     assert dataclasses.asdict(load_support("ort-mobile"))["versions"]
+
+
+def test_erf_is_taken_in_a_gelu_alone(tmp_path: Path) -> None:
+    constants = {"r": F32(2**0.5), "o": F32(1), "h": F32(0.5)}
+    assert {f.rule for f in findings((GELU, constants), tmp_path)} == {"inaccurate-operator"}
+    assert "unsupported-operator" in {f.rule for f in findings((GELU, constants | {"o": F32(2)}), tmp_path)}
