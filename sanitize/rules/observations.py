@@ -40,17 +40,13 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "Log gives one code for everything at output scale 2^-14 and below, whatever its input, and 80 dB at "
         "4/65535, just above. Thirty other 16-bit operators were tried at scales from 2^-11 to 2^-16 and are right.",
     ),
-    "nan-guard": (
-        "IsNaN was expected to be refused. Every chip with floats takes it, and the guard's Where too.",
-    ),
+    "nan-guard": ("IsNaN was expected to be refused. Every chip with floats takes it, and the guard's Where too.",),
     "rank": (
         "Rank 5 is taken by data movement and by Add, Sub, Mul, Div, comparisons, Softmax, Sigmoid, Gelu, Exp, "
         "Relu, Abs and the reductions, and refused for MatMul, the norms, Neg, Sqrt, Pow, Max, Min, Not, TopK, "
         "ArgMax; rank 6 is refused for everything.",
     ),
-    "dynamic-shape": (
-        "A dynamic dim is not named: the whole graph goes to the CPU.",
-    ),
+    "dynamic-shape": ("A dynamic dim is not named: the whole graph goes to the CPU.",),
     "rank-0": (
         "Scalars are taken as inputs, outputs, constants and between nodes, and computed right on every float chip.",
     ),
@@ -58,9 +54,7 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "The HTP compiler reads a scalar as a list of one; ONNX Runtime's CPU kernels for Squeeze and Reduce stop "
         "when the model runs.",
     ),
-    "allowzero": (
-        "allowzero=1 is taken while the shape holds no zero.",
-    ),
+    "allowzero": ("allowzero=1 is taken while the shape holds no zero.",),
     "empty-tensor": (
         "As the input of Abs it ends the compiler's process (SIGFPE); as one part of a Concat the graph compiles "
         "and fails when run; Reshape with allowzero=1 to an empty tensor is refused.",
@@ -69,9 +63,7 @@ OBSERVED: dict[str, tuple[str, ...]] = {
         "int64 and bool are taken as inputs, outputs and between nodes (comparisons, And, Or, Not, Where, Gather's "
         "ids), so this is a warning. int64 is refused by Transpose and GatherND where int32 is taken.",
     ),
-    "float64": (
-        "Refused as input or output; Cast, compute, Cast inside the graph is taken, in half precision.",
-    ),
+    "float64": ("Refused as input or output; Cast, compute, Cast inside the graph is taken, in half precision.",),
     "floats": (
         "v68 refuses every float computation; Reshape, Squeeze and Cast of floats are taken, and so are float "
         "inputs and outputs that only pass QuantizeLinear and DequantizeLinear (134 dB). Devices with v68 were "

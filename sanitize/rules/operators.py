@@ -248,4 +248,3 @@ def branches(subject: Subject) -> Iterator[Hit]:
                     what = f"a branch reads {outer[0].name}, a weight of the graph around it"
                     yield Hit(place.name, what, place.where)
                     break
-
