@@ -68,11 +68,9 @@ def tables(support: Support) -> str:
         note = f"; **wrong in {', '.join(wrong)}**" if wrong else ""
         lines.append(f"| {name} | {', '.join(taken)}{note} | {', '.join(missing)} |\n")
     lines.append("\n" + fill(f"Refused in every type: {', '.join(refused)}.") + "\n")
-    five = [name for name, ranks in support.ranks.items() if ranks["5"]]
-    four = [name for name, ranks in support.ranks.items() if not ranks["5"]]
-    taken = (
-        f"Taken at rank 5 (of those tried): {', '.join(five)}. At rank 4 at most: {', '.join(four)}. None at rank 6."
-    )
+    five = ", ".join(name for name, found in support.ranks.items() if found["5"])
+    four = ", ".join(name for name, found in support.ranks.items() if not found["5"])
+    ranks = f"Taken at rank 5 (of those tried): {five}. At rank 4 at most: {four}. None at rank 6."
     lines.append(f"\n{fill(ranks)}\n\n### Single questions\n\n| model | ")
     lines.append(" | ".join(arches) + " |\n| --- |" + " --- |" * len(arches) + "\n")
     for name, answers in support.probes.items():
