@@ -83,9 +83,12 @@ def sparse_model(folder: Path, gib: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("gib", "parts"), [(3.9, None), (4.1, 2), (8.5, 3)])
-def test_graph_memory_counts_halves(tmp_path: Path, gib: float, parts: int | None) -> None:
-    found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", "sm8650"))
+@pytest.mark.parametrize(
+    ("gib", "chip", "parts"),
+    [(3.9, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (7.2, "sm8650", None), (7.5, "sm8650", 2)],
+)
+def test_graph_memory_counts_halves(tmp_path: Path, gib: float, chip: str, parts: int | None) -> None:
+    found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", chip))
     said = [f"cut it into {parts} parts" in f.what for f in found if f.rule == "graph-memory"]
     assert said == ([True] if parts else [])
 
