@@ -108,4 +108,3 @@ def allowzero(subject: Subject) -> Iterator[Hit]:
                       place.where, severity="error")  # fmt: skip
         else:
             yield Hit(place.name, "Reshape has allowzero=1 without a zero in its shape", place.where)
-

@@ -107,7 +107,7 @@ def render(data: dict[str, Any]) -> str:
     parts = []
     for section, entries in data.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
-        parts.append(f' {json.dumps(section)}: {{\n' + ",\n".join(lines) + "\n }")
+        parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
