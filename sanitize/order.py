@@ -41,6 +41,7 @@ from sanitize.passes import (
     noop,
     rank0,
     reshape_allowzero,
+    reshape_pairs,
     split_heads,
     split_projections,
     transposed,
@@ -51,6 +52,7 @@ PASSES: tuple[Pass, ...] = (
     dead.PASS,  # nothing below looks at what nobody reads
     fold.PASS,  # what follows recognises constants, not the arithmetic that makes them
     noop.PASS,
+    reshape_pairs.PASS,
     nan_guards.PASS,  # they hide what they guard
     infinities.PASS,  # after the guards, whose rows it keeps finite
     reshape_allowzero.PASS,  # after fold: it needs the shapes as constants
