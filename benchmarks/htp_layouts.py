@@ -60,6 +60,9 @@ Feeds = dict[str, np.ndarray]
 class Random:
     """A checkpoint of random weights that keep the activations near 1."""
 
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
     def read(self, name: str, rows: tuple[int, int]) -> np.ndarray:
         """Rows of a tensor of the Spark-sized layer."""
         shape = self.shapes[name]
@@ -67,9 +70,6 @@ class Random:
             (rows[1] - rows[0], *shape[1:]), np.float32
         )
         return 1 + np.float32(0.1) * noise if len(shape) == 1 else noise * np.float32(shape[1] ** -0.5)
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
 
 
 def load(model: str) -> tuple[Plan, Any]:
@@ -184,6 +184,18 @@ def measure(source: Path, passes: tuple[Pass, ...], precision: str, chip: Chip, 
     }
 
 
+def show(rows: list[Row], chip: Chip) -> None:
+    """Print one table for each model, number of tokens and precision."""
+    print(f"{chip.name}, compiled and simulated on a PC; no latencies")
+    for case in dict.fromkeys((r.model, r.tokens, r.precision) for r in rows):
+        lines = [
+            (r.layout, r.onnx_ops, r.htp_ops, r.busy_ops, f"{r.binary_bytes / 1e6:.3f}", r.compile_s, r.snr_db)
+            for r in rows if (r.model, r.tokens, r.precision) == case
+        ]  # fmt: skip
+        columns = ["layout", "ONNX", "HTP", "busy", "binary MB", "compile s", "dB"]
+        console.table("{} n={} {}".format(*case), columns, lines)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,12 +225,7 @@ def main() -> None:
     if asked.json:
         console.print_json([dataclasses.asdict(row) for row in rows])
         return
-    print(f"{chip.name}, compiled and simulated on a PC; no latencies")
-    console.table(
-        "", ["model", "layout", "ONNX", "HTP", "busy", "binary MB", "compile s", "dB"],
-        [(f"{r.model} n={r.tokens} {r.precision}", r.layout, r.onnx_ops, r.htp_ops, r.busy_ops,
-          f"{r.binary_bytes / 1e6:.3f}", r.compile_s, r.snr_db) for r in rows],
-    )  # fmt: skip
+    show(rows, chip)
 
 
 if __name__ == "__main__":

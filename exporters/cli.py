@@ -11,11 +11,14 @@ import click
 
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.options import as_json, common
+from sanitize.command import sanitize
+from sanitize.lint_command import lint
+from sanitize.ops.command import ops
 
 GATE_FAILED = 1
 LAYOUTS = ("ring", "roll", "append", "join")
 
-as_json = click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
 engine_option = click.option(
     "--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
     help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.",
@@ -30,23 +33,6 @@ def cli(verbose: bool, quiet: bool) -> None:
     """From a language model checkpoint to a phone's NPU, proven equal at every stage."""
     console.settings.verbose |= verbose
     console.settings.quiet |= quiet
-
-
-def common(command: Any) -> Any:
-    """-v and -q after the command's name too, where people type them."""
-
-    def set_flag(name: str) -> Any:
-        def callback(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-            if value:
-                setattr(console.settings, name, True)
-
-        return callback
-
-    verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=set_flag("verbose"),
-                           help="Show each stage's time and memory, and tracebacks of errors.")  # fmt: skip
-    quiet = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=set_flag("quiet"),
-                         help="No progress.")  # fmt: skip
-    return verbose(quiet(command))
 
 
 def parse_layout(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
@@ -300,42 +286,9 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
-@cli.command(short_help="Make an ONNX model fit for a target.")
-@click.argument("model", type=click.Path(path_type=Path))
-@click.option("--target", default="qnn-htp", show_default=True, help="qnn-htp, ort-mobile or xnnpack.")
-@click.option("--chip", help="Phone or chip for qnn-htp. Default: sm8750.")
-@click.option("--precision", type=click.Choice(["fp16", "a16", "fp32"]),
-              help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Weights go into OUT.data beside it.")
-@click.option("--in-place", is_flag=True, help="Change MODEL itself; its data files stay as they are.")
-@click.option("--verify", is_flag=True, help="Run both in ONNX Runtime; write only if they agree.")
-@click.option("--inputs", type=click.Path(path_type=Path),
-              help="An .npz of real inputs: rewrites happen only where their values need them.")  # fmt: skip
-@click.option("--skip", multiple=True, metavar="PASS", help="Leave a pass out (repeatable).")
-@click.option("--with", "extra", multiple=True, metavar="LAYOUT", help="Add a layout that is off by default.")
-@as_json
-@common
-def sanitize(model: Path, target: str, chip: str | None, precision: str | None, out: Path | None,
-             in_place: bool, verify: bool, inputs: Path | None, skip: tuple[str, ...], extra: tuple[str, ...],
-             json_: bool) -> int:  # fmt: skip
-    """Make the ONNX file MODEL fit for a target: remove what its compiler refuses and what its kernels get wrong.
-
-    Without -o and --in-place it only reports what it would change.
-    """
-    from sanitize.command import print_report, sanitize_file
-
-    if out and in_place:
-        raise RingstepError("-o and --in-place: give one of them")
-    if verify and not (out or in_place):
-        raise RingstepError("--verify compares what is written: give -o OUT.onnx or --in-place")
-    out, keep = (model, model.parent) if in_place else (out, None)
-    body = sanitize_file(model, out, keep=keep, target=target, chip=chip, precision=precision, verify=verify,
-                         inputs=inputs, skip=skip, extra=extra)  # fmt: skip
-    if json_:
-        console.print_json(body)
-    else:
-        print_report(body, console.settings.verbose)
-    return 0
+cli.add_command(sanitize)
+cli.add_command(lint)
+cli.add_command(ops)
 
 
 @cli.command()

@@ -11,8 +11,15 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.match import emit, emit_all, floats, inner, ints, rank, refuse, static
+from sanitize.target import Target
 
-MASKED = -10000.0  # docs/htp-accuracy.md: finite, and fp16 has room for two of them
+
+def masked(target: Target) -> float:
+    """What is added to the score of a key that must not be seen: e to it is 0, and it is finite.
+
+    fp16 has room for two of them; 16 bits over 10000 would be steps of 0.15.
+    """
+    return -100.0 if target.precision == "a16" else -10000.0
 
 
 def rotate(
@@ -112,12 +119,12 @@ def _same_for_heads(bias: ir.Value | np.ndarray) -> bool:
     return shape is not None and (len(shape) < 3 or shape[-3] == 1)
 
 
-def causal(like: ir.Value, n: int, total: int, past: int) -> np.ndarray | None:
-    """A bias that hides from query i every key after i + past; None if that hides nothing."""
+def causal(like: ir.Value, n: int, total: int, past: int, low: float) -> np.ndarray | None:
+    """A bias, `low`, that hides from query i every key after i + past; None if that hides nothing."""
     hidden = np.arange(total)[None, :] > np.arange(n)[:, None] + past
-    return floats(like, np.where(hidden, MASKED, 0.0).tolist()) if hidden.any() else None
+    return floats(like, np.where(hidden, low, 0.0)) if hidden.any() else None
 
 
-def bias_of(before: ir.Node, allowed: ir.Value, like: ir.Value) -> ir.Value:
-    """0 where a boolean mask allows, MASKED elsewhere."""
-    return emit(before, "Where", allowed, floats(like, 0.0), floats(like, MASKED))
+def bias_of(before: ir.Node, allowed: ir.Value, like: ir.Value, low: float) -> ir.Value:
+    """0 where a boolean mask allows, `low` elsewhere."""
+    return emit(before, "Where", allowed, floats(like, 0.0), floats(like, low))

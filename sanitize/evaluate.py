@@ -16,23 +16,28 @@ import onnx_ir as ir
 
 LIMIT = 1 << 16  # elements of a tensor that folding reads or makes; larger ones are weights and stay weights
 
-POINTWISE = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+POINTWISE = _names(
     "Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike "
     "Ceil Clip Cos Cosh Div Equal Erf Exp Floor Greater GreaterOrEqual HardSigmoid Identity IsInf IsNaN LeakyRelu "
     "Less LessOrEqual Log Max Mean Min Mod Mul Neg Not Or Pow Reciprocal Relu Round Sigmoid Sign Sin Sinh Softplus "
-    "Sqrt Sub Sum Tan Tanh Where Xor".split()
+    "Sqrt Sub Sum Tan Tanh Where Xor"
 )
-MOVES = frozenset(
+MOVES = _names(
     "ArgMax ArgMin Compress Concat CumSum Flatten GatherElements LogSoftmax NonZero ReduceL1 ReduceL2 ReduceLogSum "
     "ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape ScatterElements "
-    "ScatterND Slice Softmax Split Squeeze Transpose Trilu Unsqueeze".split()
+    "ScatterND Slice Softmax Split Squeeze Transpose Trilu Unsqueeze"
 )
 """Their results are no larger than what they read."""
-SIZED = frozenset("ConstantOfShape Expand Gather GatherND MatMul OneHot Pad Range Tile".split())
+SIZED = _names("ConstantOfShape Expand Gather GatherND MatMul OneHot Pad Range Tile")
 """Their results may be larger than what they read."""
 FOLDABLE = POINTWISE | MOVES | SIZED
 # Quantised weights keep their QuantizeLinear and DequantizeLinear, and what is random is no constant: neither is here.
-DTYPES = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split())
+DTYPES = _names("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64")
 
 
 def evaluate(node: ir.Node, inputs: Sequence[np.ndarray | None], version: int) -> list[np.ndarray] | None:

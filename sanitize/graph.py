@@ -6,6 +6,8 @@ reaches every use, at any depth.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,20 @@ import onnx_ir as ir
 from sanitize.tensors import to_numpy
 
 NAMES, ROOT = "ringstep.names", "ringstep.root"
+MOST_COPIES = 1 << 26
 SMALL = 1 << 20  # elements; larger constants are weights, which passes do not read
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection meanwhile: it would walk the millions of objects of a 100 k node graph again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def every_graph(model: ir.Model) -> Iterator[ir.Graph]:
@@ -62,7 +77,13 @@ def tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     node = value.producer()
     if node is None or node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
         return None
-    return ir.convenience.get_const_tensor(value)
+    held = node.attributes.get("value")
+    if held is not None and held.type == ir.AttributeType.TENSOR:
+        return held.value
+    try:
+        return ir.convenience.get_const_tensor(value)
+    except ValueError:
+        return None  # a sparse one, or no valid one
 
 
 def array(value: ir.Value | None, limit: int = SMALL) -> np.ndarray | None:
@@ -77,6 +98,11 @@ def scalar(value: ir.Value | None) -> float | None:
     """The constant behind a value if it is a single number."""
     found = array(value, 1)
     return None if found is None or found.size != 1 else float(found.reshape(-1)[0])
+
+
+def uses(model: ir.Model, dtype: ir.DataType) -> bool:
+    """Whether any value that a node makes has this type."""
+    return any(value.dtype == dtype for node in every_node(model) for value in node.outputs)
 
 
 def dims(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -281,6 +307,10 @@ def infer_types(model: ir.Model) -> None:
 
 def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A model with the types that onnx infers; the same where it fails: passes ask for what they need."""
+    nodes = proto.graph.node
+    # onnx copies the types of all outer values for every body: thousands of Ifs in a row would take minutes.
+    if len(nodes) * sum(attribute.HasField("g") for node in nodes for attribute in node.attribute) > MOST_COPIES:
+        return proto
     try:
         return onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
     except Exception:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from ringstep.errors import RingstepError
 from sanitize.model_file import read_model
 from sanitize.rules import RULES
 from sanitize.rules.subject import Severity, look_at
@@ -59,3 +60,11 @@ def lint(model: ir.Model, target: Target, path: Path | None = None) -> list[Find
 def lint_file(path: Path, target: Target) -> list[Finding]:
     """Lint an ONNX file. Raises RingstepError where it cannot be read."""
     return lint(read_model(path), target, path)
+
+
+def refuse_errors(findings: list[Finding]) -> None:
+    """Raise RingstepError with the first error of a lint, and how many more there are."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        first, more = errors[0], f" (and {len(errors) - 1} more; see ringstep lint)" if len(errors) > 1 else ""
+        raise RingstepError(f"{first.node}: {first.what}: {first.why} {first.fix}{more}")

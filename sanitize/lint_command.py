@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ringstep import console
+from ringstep.options import as_json, common
 
 if TYPE_CHECKING:
     from sanitize.lint import Finding
@@ -27,10 +28,10 @@ SHOWN = 3  # findings of one rule in the table; -v and --json have all
               help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
 @click.option("--inputs", type=click.Path(path_type=Path),
               help="An .npz of real inputs: operators are judged over the values that they see.")  # fmt: skip
-@click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
-@click.option("-v", "--verbose", is_flag=True, help="Every finding, not the first of each rule.")
+@as_json
+@common
 def lint(model: Path, target: str, chip: str | None, precision: str | None, inputs: Path | None,
-         json_: bool, verbose: bool) -> int:  # fmt: skip
+         json_: bool) -> int:  # fmt: skip
     """Say what a target would refuse or get wrong in the ONNX file MODEL. Leaves with 1 when there are errors."""
     from sanitize.lint import lint_file
     from sanitize.target import find_target
@@ -47,7 +48,7 @@ def lint(model: Path, target: str, chip: str | None, precision: str | None, inpu
                 "findings": [dataclasses.asdict(f) for f in findings]}  # fmt: skip
         console.print_json(body)
     else:
-        print_findings(findings, goal, verbose or console.settings.verbose)
+        print_findings(findings, goal, console.settings.verbose)
         console.line(summary(model, goal, counts))
     return FOUND_ERRORS if counts["error"] else 0
 

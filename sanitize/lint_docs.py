@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from sanitize.rules import RULES, observations
 from sanitize.support import Support, load_support
 
@@ -26,10 +28,15 @@ def text() -> str:
         parts.append(f"| [{rule.id}](#{rule.id}) | {rule.severity} | {targets} | {rule.title} | {by} |\n")
     for rule in RULES:
         by = f" (`ringstep sanitize` does it: pass `{rule.fixed_by}`)" if rule.fixed_by else ""
-        parts.append(f"\n### {rule.id}\n\n{rule.why}\n\nFix: {rule.fix}{by}.\n")
-        parts += [f"\nObserved: {seen}\n" for seen in observations.OBSERVED.get(rule.id, ())]
+        parts.append(f"\n### {rule.id}\n\n{fill(rule.why)}\n\n{fill(f'Fix: {rule.fix}{by}.')}\n")
+        parts += [f"\n{fill(f'Observed: {seen}')}\n" for seen in observations.OBSERVED.get(rule.id, ())]
     parts.append("\n" + tables(load_support("qnn-htp")))
     return "".join(parts)
+
+
+def fill(text: str) -> str:
+    """A paragraph in lines of at most 120 columns."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def tables(support: Support) -> str:
@@ -39,12 +46,15 @@ def tables(support: Support) -> str:
     versions = support.versions[arches[0]].split(": ", 1)[1]
     lines = [
         "## What the HTP compiler takes\n\n",
-        f"Asked by `python -m sanitize.support.survey` of {versions}, for {every}: one minimal model an operator and "
-        "type, static shapes, every input data (so that nothing folds), compiled under ONNX Runtime's ordinary "
-        "optimisations without the CPU, then run on the simulator against ONNX Runtime's CPU kernels. `fp32` is float32 "
-        "computed in half precision, `a16` uint16 QuantizeLinear/DequantizeLinear around the node with int8 weights "
-        "(`u8`: uint8), `16x16` with uint16 weights. Taken in the smallest case does not mean taken with every "
-        "attribute.\n\n",
+        fill(
+            f"Asked by `python -m sanitize.support.survey` of {versions}, for {every}: one minimal model an operator "
+            "and type, static shapes, every input data (so that nothing folds), compiled under ONNX Runtime's ordinary "
+            "optimisations without the CPU, then run on the simulator against the CPU kernels. `fp32` is float32 "
+            "computed in half precision, `a16` uint16 QuantizeLinear/DequantizeLinear around the node with int8 "
+            "weights (`u8`: uint8), `16x16` with uint16 weights. Taken in the smallest case does not mean taken with "
+            "every attribute."
+        )
+        + "\n\n",
         "| operator | taken in | not taken in |\n| --- | --- | --- |\n",
     ]
     refused = []
@@ -57,11 +67,11 @@ def tables(support: Support) -> str:
         wrong = [kind for kind in kinds if support.wrong.get(f"{name} {kind}")]
         note = f"; **wrong in {', '.join(wrong)}**" if wrong else ""
         lines.append(f"| {name} | {', '.join(taken)}{note} | {', '.join(missing)} |\n")
-    lines.append(f"\nRefused in every type: {', '.join(refused)}.\n")
-    five = [name for name, ranks in support.ranks.items() if ranks["5"]]
-    four = [name for name, ranks in support.ranks.items() if not ranks["5"]]
-    lines.append(f"\nTaken at rank 5 (of those tried): {', '.join(five)}. At rank 4 at most: {', '.join(four)}. ")
-    lines.append("None at rank 6.\n\n### Single questions\n\n| model | ")
+    lines.append("\n" + fill(f"Refused in every type: {', '.join(refused)}.") + "\n")
+    five = ", ".join(name for name, found in support.ranks.items() if found["5"])
+    four = ", ".join(name for name, found in support.ranks.items() if not found["5"])
+    ranks = f"Taken at rank 5 (of those tried): {five}. At rank 4 at most: {four}. None at rank 6."
+    lines.append(f"\n{fill(ranks)}\n\n### Single questions\n\n| model | ")
     lines.append(" | ".join(arches) + " |\n| --- |" + " --- |" * len(arches) + "\n")
     for name, answers in support.probes.items():
         lines.append(f"| {name} | " + " | ".join(answers.get(arch, "") for arch in arches) + " |\n")

@@ -11,11 +11,12 @@ import onnx_ir as ir
 
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
+from sanitize.opset import raise_opset
 from sanitize.passes import Change
 
 TOLERANCE = {ir.DataType.FLOAT16: 2e-3, ir.DataType.BFLOAT16: 1.6e-2}
 """How far a constant may be off what was meant, relative; a little more than its type's rounding."""
-NUMPY = {ir.DataType.FLOAT: np.float32, ir.DataType.FLOAT16: np.float16, ir.DataType.DOUBLE: np.float64}
+AXES_AS_INPUTS = 13  # what the lowerings are written in
 
 
 def near(number: float | None, wanted: float, dtype: ir.DataType | None) -> bool:
@@ -193,12 +194,18 @@ def refuse(node: ir.Node, what: str) -> RingstepError:
 def lower(
     model: ir.Model, kinds: Iterable[tuple[str, str]], build: Callable[[ir.Node], Sequence[ir.Value | None]], what: str
 ) -> list[Change]:
-    """Replace every node of these (domain, operator) kinds by what `build` makes before it, output for output."""
+    """Replace every node of these (domain, operator) kinds by what `build` makes before it, output for output.
+
+    Raises RingstepError where the model cannot be brought to opset 13, and what `build` raises.
+    """
     wanted = set(kinds)
+    domain = lambda node: "" if node.domain == "ai.onnx" else node.domain
+    found = [node for node in graphs.every_node(model) if (domain(node), node.op_type) in wanted]
+    reason = raise_opset(model, AXES_AS_INPUTS) if found else ""
+    if reason:
+        raise refuse(found[0], f"its lowering needs opset {AXES_AS_INPUTS}, out of reach because of {reason}")
     changes = []
-    for node in graphs.every_node(model):
-        if (node.domain if node.domain != "ai.onnx" else "", node.op_type) not in wanted:
-            continue
+    for node in found:
         name = node.name or node.op_type
         for old, new in zip(node.outputs, build(node), strict=False):
             if new is not None:

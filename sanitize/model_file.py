@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,19 +30,7 @@ SMALL_ALIGN = 64
 Tick = Callable[[float], None]
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """A graph of 100 k nodes is millions of objects and no garbage, which the collector would walk over and over."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_no_collection()
+@graphs.no_collection()
 def read_model(path: Path) -> ir.Model:
     """Read an ONNX file, inline its functions, sort its nodes, infer its types; its weights stay in files.
 
@@ -204,9 +191,7 @@ def write_model(
 
 
 @contextlib.contextmanager
-def staged(
-    model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None
-) -> Iterator[Path]:
+def staged(model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None) -> Iterator[Path]:
     """Write the model into a temporary folder beside `path` for as long as the block runs; see write_model."""
     folder = path.parent
     temporary = folder / f".{path.name}.tmp-{os.getpid()}"

@@ -45,7 +45,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
     inverse = root.outputs[0]
     if root.op_type == "Sqrt":
         over = match.next_node(inverse, "Reciprocal", "Div")
-        if over is None or over.inputs[-1] is not inverse:
+        if over is None:
             return None
         if over.op_type == "Div" and graphs.scalar(over.inputs[0]) != 1:
             return _weigh(x, over.inputs[0], eps[1], [*steps, over])

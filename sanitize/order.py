@@ -30,6 +30,7 @@ from sanitize.passes import (
     lower_layer_norm,
     lower_matmul_nbits,
     lower_multi_head_attention,
+    lower_packed_attention,
     lower_rotary_embedding,
     lower_skip_norm,
     lower_swish,
@@ -40,31 +41,34 @@ from sanitize.passes import (
     noop,
     rank0,
     reshape_allowzero,
+    reshape_pairs,
     split_heads,
     split_projections,
     transposed,
 )
 
 PASSES: tuple[Pass, ...] = (
+    rank0.PASS,  # first: the inference of types stops at a scalar where a list belongs
     dead.PASS,  # nothing below looks at what nobody reads
     fold.PASS,  # what follows recognises constants, not the arithmetic that makes them
     noop.PASS,
+    reshape_pairs.PASS,
     nan_guards.PASS,  # they hide what they guard
     infinities.PASS,  # after the guards, whose rows it keeps finite
     reshape_allowzero.PASS,  # after fold: it needs the shapes as constants
-    rank0.PASS,
     lower_matmul_nbits.PASS,  # fused operators come apart before their parts are fused for the target
     lower_fused_matmul.PASS,
     lower_skip_norm.PASS,
     lower_attention.PASS,
     lower_multi_head_attention.PASS,
+    lower_packed_attention.PASS,
     lower_group_query_attention.PASS,
     lower_rotary_embedding.PASS,  # after attention, which makes some
     lower_gather_nd.PASS,  # after fold: it needs constant indices
     lower_gelu.PASS,
     lower_swish.PASS,
+    fuse_layer_norm.PASS,  # before RMSNorm, which a LayerNorm holds
     fuse_rms_norm.PASS,
-    fuse_layer_norm.PASS,
     lower_layer_norm.PASS,  # after fusing: a v68 lacks the fused one
     fuse_gelu.PASS,
     fuse_softmax.PASS,
@@ -84,9 +88,9 @@ PASSES: tuple[Pass, ...] = (
 )
 
 LAYOUTS: tuple[Pass, ...] = (
-    linear_as_conv.PASS,
-    split_heads.PASS,
     merge_projections.PASS,
     split_projections.PASS,
+    split_heads.PASS,
+    linear_as_conv.PASS,
 )
 """Off unless asked for with --with."""

@@ -28,6 +28,7 @@ class Applied:
     """What the pass promises; inf where it changed nothing."""
 
 
+@graphs.no_collection()
 def sanitize(
     model: ir.Model, target: Target, passes: Sequence[Pass], tell: Callable[[str], None] = lambda _: None
 ) -> list[Applied]:

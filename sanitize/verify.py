@@ -167,14 +167,14 @@ def _random(wanted: Mapping[str, Any], size: int, rng: np.random.Generator) -> F
         shape = [dim if isinstance(dim, int) else 1 if "batch" in str(dim) else size for dim in value.shape]
         kind = _kind(value)
         if kind.startswith("float"):
-            feeds[name] = rng.normal(size=shape).astype(kind)
+            feeds[name] = np.asarray(rng.normal(size=shape), kind)
         elif kind == "bool":
-            feeds[name] = rng.random(shape) < 0.7
+            feeds[name] = np.asarray(rng.random(shape) < 0.7)
         elif kind == "string":
             feeds[name] = np.full(shape, "a", object)
         else:
             # Small enough for an index anywhere; masks, which are mostly ones, get some of each.
-            feeds[name] = rng.integers(0, 2, shape).astype(kind)
+            feeds[name] = np.asarray(rng.integers(0, 2, shape), kind)
             if "mask" in name:
                 feeds[name] = np.ones(shape, kind)
     return feeds

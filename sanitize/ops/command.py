@@ -8,6 +8,7 @@ import click
 
 from ringstep import console
 from ringstep.errors import RingstepError
+from ringstep.options import as_json, common
 
 
 @click.command(short_help="Measure a chip's operators on the simulator.")
@@ -17,7 +18,8 @@ from ringstep.errors import RingstepError
 @click.option("--op", "names", multiple=True, help="Only forms whose name holds this, such as SiLU; may be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the table, as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw relative errors, .svg or .png (needs matplotlib).")
-@click.option("--json", "json_", is_flag=True, help="Print JSON instead of a table.")
+@as_json
+@common
 def ops(chip: str, precision: str, names: tuple[str, ...], out: Path | None, plot: Path | None, json_: bool) -> int:
     """Measure how accurately CHIP's operators compute, over intervals of their inputs.
 
@@ -33,6 +35,9 @@ def ops(chip: str, precision: str, names: tuple[str, ...], out: Path | None, plo
         from sanitize.ops.plot import draw, require_plot
 
         require_plot(plot)
+    for path in (out, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RingstepError(f"{path}: its folder does not exist")
     target = find_device(chip).chip
     forms = [f for f in all_forms() if not names or any(name.casefold() in f.name.casefold() for name in names)]
     if not forms:
@@ -48,15 +53,15 @@ def ops(chip: str, precision: str, names: tuple[str, ...], out: Path | None, plo
         return 0
     rows = []
     for form in table.forms.values():
-        worst = min(form.rows, key=lambda row: row.snr_db, default=None)
+        worst = max(form.rows, key=lambda row: row.loss_db, default=None)
         if worst is None:
-            rows.append((form.name, form.ops, "", "refused", ""))
+            rows.append((form.name, form.ops, "refused", "", "", ""))
         else:
-            at = f"{worst.low:g}..{worst.high:g}"
-            median = sorted(row.snr_db for row in form.rows)[len(form.rows) // 2]
-            rows.append((form.name, form.ops, f"{median:.1f}", f"{worst.snr_db:.1f}", at))
+            at = f"{worst.low:g}..{worst.high:g}" + f" ({worst.size})" * (worst.size > 1)
+            error = f"{worst.max_steps:g} steps" if precision == "a16" else f"{worst.max_rel:.1e}"
+            rows.append((form.name, form.ops, f"{worst.snr_db:.1f}", f"{worst.ideal_db:.1f}", error, at))
     console.line(f"HTP {precision}, {table.chip} ({table.arch}), simulated, {table.version}")
-    console.table("", ["form", "nodes", "median dB", "worst dB", "at"], rows)
+    console.table("the worst interval of each", ["form", "nodes", "dB", "rounded dB", "error", "at"], rows)
     for form in table.forms.values():
         if form.refused:
             console.line(f"{form.name}: refused: {form.refused}")

@@ -1,7 +1,7 @@
 """Compute once what is computed twice: nodes of the same operator, inputs and attributes become one.
 
-    outer   a = Exp(x)    b = Exp(x)    c = If(...)       b is a; the body's Exp(x) is a as well,
-    body    d = Exp(x)                                    but two bodies of one If share nothing
+outer   a = Exp(x)    b = Exp(x)    c = If(...)       b is a; the body's Exp(x) is a as well,
+body    d = Exp(x)                                    but two bodies of one If share nothing
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _content(attribute: ir.Attr) -> Hashable | None:
     if kind == ir.AttributeType.FLOATS:
         return struct.pack(f"<{len(value)}d", *value)
     if kind in (ir.AttributeType.INT, ir.AttributeType.STRING):
-        return value  # type: ignore[no-any-return]
+        return value
     if kind in (ir.AttributeType.INTS, ir.AttributeType.STRINGS):
         return tuple(value)
     if kind == ir.AttributeType.TENSOR:

@@ -17,6 +17,7 @@ from sanitize import graph as graphs
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 from sanitize.tensors import Reader, chunks, nbytes, place
+from sanitize.wire import INLINE_BYTES
 
 SAMPLE = 4096  # bytes at the start, in the middle and at the end
 Kind = tuple[Hashable, ...]
@@ -58,7 +59,8 @@ def _equal(values: list[ir.Value]) -> Iterator[list[ir.Value]]:
         yield from (group for group in contents.values() if len(group) > 1)
 
 
-def _sample(tensor: ir.TensorProtocol) -> bytes:
+def _sample(tensor: ir.TensorProtocol | None) -> bytes:
+    assert tensor is not None
     size = nbytes(tensor)
     with Reader(tensor) as reader:
         if size <= 3 * SAMPLE:
@@ -66,7 +68,8 @@ def _sample(tensor: ir.TensorProtocol) -> bytes:
         return b"".join(reader.read(start, SAMPLE) for start in (0, size // 2, size - SAMPLE))
 
 
-def _digest(tensor: ir.TensorProtocol) -> bytes:
+def _digest(tensor: ir.TensorProtocol | None) -> bytes:
+    assert tensor is not None
     found = hashlib.blake2b()
     for chunk in chunks(tensor):
         found.update(chunk)
@@ -88,6 +91,8 @@ def _merge(equal: list[ir.Value], depth: dict[ir.Graph, tuple[ir.Graph, ...]]) -
             continue
         kept.setdefault(graph, value)
         held = value.const_value
+        if nbytes(tensor) < INLINE_BYTES:
+            continue
         if held is not tensor and held is not None and (place(held) is None or place(held) != place(tensor)):
             value.const_value = tensor
             changes.append(Change(name, f"equal to {equal[0].name}: stored once"))

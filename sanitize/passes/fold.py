@@ -9,14 +9,13 @@ A known value that is larger than the constants which go with it, and the nodes,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.evaluate import FOLDABLE, LIMIT, evaluate
 from sanitize.passes import Change, Pass
+from sanitize.shape_arithmetic import Entry, settle, shape_entries
 from sanitize.target import Target
 from sanitize.tensors import nbytes
 
@@ -25,8 +24,6 @@ PURSE = 1024  # bytes by which all folding of a model together may grow it
 HELD = 64 << 20  # bytes of known values in memory at a time
 SPENT = "ringstep.fold"
 Known = dict[ir.Value, np.ndarray]
-Entry = int | str
-"""An entry of a shape: a number, or the name of a dim that is not static."""
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
@@ -39,7 +36,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
 
 
 def _lift(model: ir.Model) -> list[Change]:
-    changes = []
+    changes, gone = [], []
     for node in graphs.every_node(model):
         if graphs.made_by(node.outputs[0] if node.outputs else None, "Constant") is None:
             continue
@@ -50,11 +47,12 @@ def _lift(model: ir.Model) -> list[Change]:
         name = value.name
         lifted = ir.Value(name=name, type=ir.TensorType(found.dtype), shape=_fixed(found), const_value=found)
         value.replace_all_uses_with(lifted)
-        graphs.remove(node)
+        gone.append(node)
         value.name = None
         found.name = name
         graph.register_initializer(lifted)
         changes.append(Change(node.name or str(name), "Constant node became an initializer"))
+    graphs.remove_all(gone)
     return changes
 
 
@@ -66,7 +64,8 @@ def _inline_ifs(model: ir.Model) -> list[Change]:
     changes = []
     for node in graphs.every_node(model):
         outer = node.graph
-        if node.op_type != "If" or node.domain not in ("", "ai.onnx") or not isinstance(outer, ir.Graph):
+        # An If in a branch that has just been dropped reads nothing any more.
+        if node.op_type != "If" or not node.inputs or not isinstance(outer, ir.Graph):
             continue
         condition = graphs.array(node.inputs[0], 1)
         if condition is None or condition.size != 1:
@@ -107,17 +106,16 @@ def _known(model: ir.Model) -> tuple[Known, dict[ir.Value, list[Entry]]]:
     for node in graphs.every_node(model):
         if node.domain not in ("", "ai.onnx") or not (node.op_type in FOLDABLE or node.op_type in ("Shape", "Size")):
             continue
-        shape = _entries(node, entries, read)
+        shape = shape_entries(node, entries, read)
         results: list[np.ndarray] | None = None
         if shape is not None:
             if all(isinstance(entry, int) for entry in shape[0]):
-                results = [np.array(shape[0], np.int64).reshape(shape[1])]
+                dtype = np.bool_ if node.op_type == "Equal" else np.int64
+                results = [np.array(shape[0], dtype).reshape(shape[1])]
             else:
                 entries[node.outputs[0]] = shape[0]
-        elif node.op_type in FOLDABLE:
-            inputs = [None if value is None else read(value) for value in _until_unknown(node, read)]
-            if len(inputs) == len(node.inputs):
-                results = evaluate(node, inputs, version)
+        elif node.op_type in FOLDABLE and all(v is None or v in known or _small(v) for v in node.inputs):
+            results = evaluate(node, [None if value is None else read(value) for value in node.inputs], version)
         size = sum(result.nbytes for result in results or [])
         if results is not None and (size <= PURSE or held + size <= HELD):
             held += size
@@ -125,77 +123,9 @@ def _known(model: ir.Model) -> tuple[Known, dict[ir.Value, list[Entry]]]:
     return known, entries
 
 
-def _until_unknown(node: ir.Node, read) -> Iterator[ir.Value | None]:  # type: ignore[no-untyped-def]
-    for value in node.inputs:
-        if value is not None and read(value) is None:
-            return
-        yield value
-
-
-def _entries(node: ir.Node, entries: dict[ir.Value, list[Entry]], read):  # type: ignore[no-untyped-def]
-    """What shape arithmetic gives: its entries, and the shape they are in (a scalar or a vector); None: unknown."""
-    source = node.inputs[0] if node.inputs else None
-    if source is None:
-        return None
-    if node.op_type in ("Shape", "Size"):
-        if source.shape is None:
-            return None
-        dims: list[Entry] = [_entry(source, axis) for axis in range(len(source.shape))]
-        if node.op_type == "Shape":
-            picked = dims[slice(graphs.attribute(node, "start", 0), graphs.attribute(node, "end"))]
-            return picked, (len(picked),)
-        if not all(isinstance(dim, int) for dim in dims):
-            return None
-        return [int(np.prod([int(dim) for dim in dims], dtype=np.int64))], ()
-    if not any(value in entries for value in node.inputs if value is not None):
-        return None
-
-    def part(value: ir.Value | None) -> list[Entry] | None:
-        if value is None:
-            return None
-        if value in entries:
-            return entries[value]
-        found = read(value)
-        integers = found is not None and found.dtype == np.int64 and found.ndim <= 1
-        return [int(number) for number in found.reshape(-1)] if integers else None
-
-    if node.op_type == "Concat":
-        parts = [part(value) for value in node.inputs]
-        if any(one is None for one in parts):
-            return None
-        joined = [entry for one in parts for entry in one or []]
-        return joined, (len(joined),)
-    if source not in entries:
-        return None
-    held, others = entries[source], [None if value is None else read(value) for value in node.inputs[1:]]
-    if node.op_type == "Identity":
-        return held, (len(held),)
-    if any(value is not None and other is None for value, other in zip(node.inputs[1:], others, strict=True)):
-        return None
-    if node.op_type == "Gather" and others[0] is not None and others[0].ndim <= 1:
-        chosen = [int(index) for index in others[0].reshape(-1)]
-        if all(-len(held) <= index < len(held) for index in chosen):
-            return [held[index] for index in chosen], others[0].shape
-    elif node.op_type == "Slice" and len(others) >= 2 and all(o is None or o.size == 1 for o in others):
-        start, stop = (int(other.reshape(-1)[0]) for other in others[:2])  # type: ignore[union-attr]
-        step = int(others[3].reshape(-1)[0]) if len(others) > 3 and others[3] is not None else 1
-        if step == 1:
-            return (cut := held[slice(start, stop)]), (len(cut),)
-    elif node.op_type == "Squeeze" and len(held) == 1:
-        return held, ()
-    elif node.op_type == "Unsqueeze" and len(held) == 1:
-        return held, (1,)
-    elif node.op_type == "Reshape" and len(held) == 1 and others[0] is not None and others[0].size <= 1:
-        return held, others[0].shape and (1,)
-    return None
-
-
-def _entry(value: ir.Value, axis: int) -> Entry:
-    assert value.shape is not None
-    dim = value.shape[axis]
-    if isinstance(dim, int):
-        return dim
-    return str(dim.value) if dim.value is not None else f"{id(value)}.{axis}"
+def _small(value: ir.Value) -> bool:
+    found = graphs.tensor(value)
+    return found is not None and found.size <= LIMIT and found.dtype != ir.DataType.STRING
 
 
 def _reshapes(model: ir.Model, entries: dict[ir.Value, list[Entry]], known: Known) -> list[Change]:
@@ -210,7 +140,7 @@ def _reshapes(model: ir.Model, entries: dict[ir.Value, list[Entry]], known: Know
             continue
         settled = graphs.dims(node.outputs[0])
         if settled is None and node.op_type == "Reshape":
-            settled = _settle(node, entries.get(shape))
+            settled = settle(node, entries.get(shape))
         if settled is None or (node.op_type == "Reshape" and graphs.dims(node.outputs[0]) and 0 in settled):
             continue
         node.replace_input_with(1, graphs.constant(node, f"{node.name}/shape", np.array(settled, np.int64)))
@@ -218,20 +148,6 @@ def _reshapes(model: ir.Model, entries: dict[ir.Value, list[Entry]], known: Know
             node.attributes.pop("allowzero", None)
         changes.append(Change(node.name or node.op_type, f"shape {list(settled)} is constant"))
     return changes
-
-
-def _settle(node: ir.Node, shape: list[Entry] | None) -> tuple[int, ...] | None:
-    """A constant that means the same as this shape: 0 copies a dim that stays in its place, one other may be -1."""
-    data = node.inputs[0]
-    if shape is None or data is None or data.shape is None:
-        return None
-    if 0 in shape:
-        return None
-    copied = [axis < len(data.shape) and isinstance(e, str) and _entry(data, axis) == e for axis, e in enumerate(shape)]
-    open_ = [axis for axis, entry in enumerate(shape) if isinstance(entry, str) and not copied[axis]]
-    if len(open_) + shape.count(-1) > 1:
-        return None
-    return tuple(0 if copied[axis] else -1 if isinstance(entry, str) else entry for axis, entry in enumerate(shape))
 
 
 def _store(model: ir.Model, known: Known) -> list[Change]:

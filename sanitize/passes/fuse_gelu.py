@@ -41,11 +41,15 @@ class Found:
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module. Every target takes Gelu; a model that cannot reach opset 20 stays as it is."""
-    found = [gelu for node in graphs.every_node(model) if node.op_type in FORMS and (gelu := find_gelu(node))]
-    if not found or raise_opset(model, OPSET):
+    curves = [node for node in graphs.every_node(model) if node.op_type in FORMS and find_gelu(node)]
+    if not curves or raise_opset(model, OPSET):
         return []
     changes = []
-    for gelu in found:
+    for node in curves:
+        # Found anew: the one before may have been what this one reads.
+        gelu = find_gelu(node)
+        if gelu is None:
+            continue
         old = gelu.last.outputs[0]
         name = gelu.last.name or gelu.last.op_type
         new = graphs.insert(gelu.last, "Gelu", [gelu.x], {"approximate": gelu.form}, name=f"{name}/Gelu", like=old)

@@ -40,11 +40,15 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module; a model that cannot reach opset 17 stays as it is."""
     if not takes_layer_norm(target):
         return []
-    found = [norm for node in graphs.every_node(model) if node.op_type == "ReduceMean" and (norm := _match(node))]
-    if not found or raise_opset(model, OPSET):
+    means = [node for node in graphs.every_node(model) if node.op_type == "ReduceMean" and _match(node)]
+    if not means or raise_opset(model, OPSET):
         return []
     changes = []
-    for norm in found:
+    for node in means:
+        # Found anew: the norm before may have been what this one reads.
+        norm = _match(node)
+        if norm is None:
+            continue
         old, name = norm.last.outputs[0], norm.last.name or norm.last.op_type
         size = match.inner(norm.x)
         assert size is not None

@@ -28,33 +28,37 @@ SMALLEST_PEAK = 1e-3
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module. Where opset 23 is out of reach, squares are kept in range instead (HTP in fp16 only)."""
-    norms: list[Norm] = []
-    native: list[ir.Node] = []
-    for node in graphs.every_node(model):
-        if node.op_type == "ReduceMean" and (norm := find_norm(node)) is not None:
-            norms.append(norm)
-        elif _is_other_spelling(node) or _is_unsafe(node, target):
-            native.append(node)
-    if not norms and not native:
-        return []
-    reason = raise_opset(model, OPSET)
-    if reason:
-        overflows = target.htp and target.precision == "fp16"
-        return [_keep_in_range(norm, reason, model) for norm in norms if overflows and not _in_range(norm)]
-    changes = []
-    for norm in norms:
-        old = norm.last.outputs[0]
-        result = rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old)
-        changes.append(Change(norm.last.name or norm.last.op_type, "decomposed RMSNorm fused into RMSNormalization"))
-        graphs.replace(old, result)
-        casts = [value.producer() for value in (norm.steps[0].inputs[0], norm.steps[-1].inputs[0]) if value]
-        match.drop([norm.last, *norm.steps, *(c for c in casts if c is not None and c.op_type == "Cast")])
-    return changes + [change for node in native if (change := _respell(node, target)) is not None]
+    decomposed = lambda node: find_norm(node) if node.op_type == "ReduceMean" else None
+    native = lambda node: _is_other_spelling(node) or _is_unsafe(node, target)
+    nodes = [node for node in graphs.every_node(model) if native(node) or decomposed(node)]
+    reason = raise_opset(model, OPSET) if nodes else ""
+    changes: list[Change | None] = []
+    for node in nodes:
+        # Found anew: the norm before may have been what this one reads.
+        norm = decomposed(node)
+        if reason:
+            if norm is not None and target.htp and target.precision == "fp16" and not _in_range(norm):
+                changes.append(_keep_in_range(norm, reason, model))
+        else:
+            changes.append(_respell(node, target) if norm is None else _fuse(norm, target))
+    return [change for change in changes if change is not None]
+
+
+def _fuse(norm: Norm, target: Target) -> Change:
+    old, name = norm.last.outputs[0], norm.last.name or norm.last.op_type
+    graphs.replace(old, rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old))
+    casts = [graphs.made_by(step.inputs[0], "Cast") for step in (norm.steps[0], norm.steps[-1])]
+    match.drop([norm.last, *norm.steps, *(cast for cast in casts if cast is not None)])
+    return Change(name, "decomposed RMSNorm fused into RMSNormalization")
 
 
 def rms_norm(
     before: ir.Node, x: ir.Value, weight: ir.Value | None, eps: float, target: Target, like: ir.Value
 ) -> ir.Value:
+    """Add an RMSNormalization over x's last dim (which is known) before a node, on a matrix where HTP needs that.
+
+    `weight` None: ones. `like` has the result's type and shape. Needs opset 23.
+    """
     name = before.name or before.op_type
     size = match.inner(x)
     assert size is not None

@@ -3,7 +3,8 @@
     Where(keep, 0, -inf) ── Add(scores, .) ── Softmax          -inf, -3.4e38, -65504  ──▶  -10000
 
 A constant is a mask where it is added to something, or reaches a Softmax, through Where, Concat, Trilu, Mul, Pad,
-casts and what moves elements about. Then its infinities, and finite values too large for the precision, become
+casts and what moves elements about. Then its infinities and lowest floats, and before a Softmax all that is too large
+for the precision, become
 
     fp16   10000: two masks added stay far from 65504, and exp(-10000) is 0
     a16    100, or three times the largest score that calibration saw: 16 bits over 10000 are steps of 0.15
@@ -39,7 +40,7 @@ SOFTENERS = ("Softmax", "LogSoftmax", "Exp", "Attention", "MultiHeadAttention", 
 COMPARISONS = ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "IsInf", "IsNaN")
 FIRST = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Gather", "GatherElements",
          "GatherND", "Split", "Identity", "Cast", "Trilu", "Tile", "Neg", "Abs", "Clip", "ScatterND")  # fmt: skip
-ANY = ("Concat", "Mul", "Max", "Min")
+ANY = ("Concat", "Max", "Min")
 MARGIN = 20.0  # e^-20 is below what 16 bits hold
 LOWEST = {D.FLOAT16: 65503.0, D.BFLOAT16: 3.3e38, D.FLOAT: 3.4028e38, D.DOUBLE: 1.79e308}
 
@@ -57,9 +58,14 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         tensor = _constant(value)
         if tensor is None or tensor.dtype not in FLOATS:
             continue
-        uses = [(use.node, use.idx) for use in value.uses() if _is_mask(_flow(use.node, use.idx, flows))]
-        size = min(large, 10000.0) if tensor.dtype == D.FLOAT16 else large
-        limit = 1e37 if target.precision == "fp32" and tensor.dtype != D.FLOAT16 else LOWEST[D.FLOAT16]
+        found = [((use.node, use.idx), _flow(use.node, use.idx, flows)) for use in value.uses()]
+        uses = [slot for slot, flow in found if _is_mask(flow)]
+        size, limit = large, LOWEST[D.FLOAT16]
+        if tensor.dtype == D.FLOAT16:
+            size = min(large, 10000.0)
+        elif target.precision == "fp32" or not any(flow & SOFT for _, flow in found):
+            # A factor or an offset of a million is no mask.
+            limit = 1e30
         if not uses or not any(_is_large(chunk, limit).any() for chunk in chunks(tensor)):
             continue
         finite = mapped(tensor, tensor.dtype, partial(_finite, size=size, limit=limit))
@@ -155,6 +161,8 @@ def _flow(node: ir.Node, index: int, flows: dict[ir.Value, int]) -> int:
         after |= flows.get(output, 0)
     if kind in ("Add", "Sub", "Sum"):
         return ADDED | after
+    if kind == "Mul":
+        return after & (SOFT | OBSERVED)
     passes = (
         (kind in FIRST and index == 0) or kind in ANY or (kind == "Where" and index > 0)
         or (kind == "Pad" and index in (0, 2)) or (kind == "ScatterND" and index == 2)

@@ -14,17 +14,20 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
-from sanitize.attend import attend, bias_of, by_head, causal, side_by_side
+from sanitize.attend import attend, bias_of, by_head, causal, masked, side_by_side
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module; a CPU has a kernel. Raises RingstepError naming node and feature."""
-    return match.lower(model, [("", "Attention")], _lower, "lowered to MatMul and Softmax") if target.htp else []
+    if not target.htp:
+        return []
+    build = lambda node: _lower(node, masked(target))
+    return match.lower(model, [("", "Attention")], build, "lowered to MatMul and Softmax")
 
 
-def _lower(node: ir.Node) -> list[ir.Value | None]:
+def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
     if match.used(node, 3):
         raise match.refuse(node, "its output qk_matmul_output is read, and has no lowering; export without it")
     q, k, v, mask, past_key, past_value, lengths = (match.given(node, at) for at in range(7))
@@ -44,15 +47,15 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
     if graphs.attribute(node, "is_causal", 0):
         if lengths is not None:
             raise match.refuse(node, "is_causal together with nonpad_kv_seqlen has no lowering; give a mask instead")
-        biases.append(causal(q, n, total, past))
+        biases.append(causal(q, n, total, past, low))
     if mask is not None:
         if match.inner(mask) not in (total, 1):
             raise match.refuse(node, f"its mask covers {match.inner(mask)} of {total} keys; give one for all")
-        biases.append(bias_of(node, mask, q) if mask.dtype == ir.DataType.BOOL else mask)
+        biases.append(bias_of(node, mask, q, low) if mask.dtype == ir.DataType.BOOL else mask)
     if lengths is not None:
         ends = match.emit(node, "Reshape", lengths, match.ints(-1, 1, 1, 1))
         inside = match.emit(node, "Less", np.arange(total, dtype=np.int64).reshape(1, 1, 1, total), ends)
-        biases.append(bias_of(node, inside, q))
+        biases.append(bias_of(node, inside, q, low))
     scale = graphs.attribute(node, "scale") or size**-0.5
     softcap = graphs.attribute(node, "softcap", 0.0)
     result = attend(node, q, k, v, scale=scale, softcap=softcap, biases=tuple(biases))

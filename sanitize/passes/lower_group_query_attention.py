@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
-from sanitize.attend import MASKED, attend, bias_of, by_head, rotate, side_by_side
+from sanitize.attend import attend, bias_of, by_head, masked, rotate, side_by_side
 from sanitize.match import emit, ints, refuse, static
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
@@ -41,10 +41,12 @@ class Cache:
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module; a CPU has a kernel. Raises RingstepError naming node and feature."""
-    return match.lower(model, [KIND], _lower, "lowered to MatMul and Softmax") if target.htp else []
+    if not target.htp:
+        return []
+    return match.lower(model, [KIND], lambda node: _lower(node, masked(target)), "lowered to MatMul and Softmax")
 
 
-def _lower(node: ir.Node) -> list[ir.Value | None]:
+def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
     for at, name in UNSUPPORTED.items():
         if match.given(node, at) is not None:
             raise refuse(node, f"its input {name} has no lowering; export without it")
@@ -70,7 +72,7 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
         raise refuse(node, f"its attention_bias covers {match.inner(bias)} of {cache.total} keys; give one for all")
     result = attend(
         node, q, keys, values, scale=graphs.attribute(node, "scale", 0.0) or size**-0.5,
-        softcap=graphs.attribute(node, "softcap", 0.0), biases=(bias, _hidden(node, q, cache)),
+        softcap=graphs.attribute(node, "softcap", 0.0), biases=(bias, _hidden(node, q, cache, low)),
     )  # fmt: skip
     return [side_by_side(node, result), keys, values]
 
@@ -100,12 +102,16 @@ def _rotated(
     half = match.inner(cos)
     if half is None:
         raise refuse(node, "the width of cos_cache is not static")
+    steps = np.arange(cache.n, dtype=np.int32)
     if cache.start is None and positions is None:
         rows = (emit(node, "Slice", table, ints(0), ints(cache.n), ints(0)) for table in (cos, sin))
     else:
         if positions is None:
-            steps = np.arange(cache.n, dtype=np.int32)
             positions = emit(node, "Add", emit(node, "Reshape", cache.start, ints(-1, 1)), steps)
+        elif cache.start is None:
+            # Of a first prompt's positions the operator reads one and counts on from there.
+            first = emit(node, "Slice", emit(node, "Reshape", positions, ints(-1)), ints(0), ints(1))
+            positions = emit(node, "Add", first, steps.astype((positions.dtype or ir.DataType.INT64).numpy()))
         rows = (emit(node, "Gather", table, positions, axis=0) for table in (cos, sin))
     cos, sin = (emit(node, "Reshape", row, ints(-1, 1, cache.n, half)) for row in rows)
     interleaved = bool(graphs.attribute(node, "rotary_interleaved", 0))
@@ -137,7 +143,7 @@ def _padded(node: ir.Node, x: ir.Value, room: tuple[int, int, int, int]) -> ir.V
     return emit(node, "Concat", x, match.floats(x, np.zeros(room)), axis=2)
 
 
-def _hidden(node: ir.Node, like: ir.Value, cache: Cache) -> ir.Value | np.ndarray | None:
+def _hidden(node: ir.Node, like: ir.Value, cache: Cache, low: float) -> ir.Value | np.ndarray | None:
     """The bias of the causal mask and the window."""
     window = graphs.attribute(node, "local_window_size", -1)
     ahead = np.arange(cache.total)[None, :] - np.arange(cache.n)[:, None]
@@ -145,13 +151,13 @@ def _hidden(node: ir.Node, like: ir.Value, cache: Cache) -> ir.Value | np.ndarra
         raise refuse(node, "causal = 0 has no lowering; use MultiHeadAttention")
     if cache.start is None:
         hidden = (ahead > 0) | ((ahead <= -window) if window > 0 else False)
-        return match.floats(like, np.where(hidden, MASKED, 0.0)) if hidden.any() else None
+        return match.floats(like, np.where(hidden, low, 0.0)) if hidden.any() else None
     ahead = ahead.astype(np.int32).reshape(1, 1, cache.n, cache.total)
     allowed = emit(node, "LessOrEqual", ahead, cache.start)
     if window > 0:
         near = emit(node, "Greater", (ahead + np.int32(window)).astype(np.int32), cache.start)
         allowed = emit(node, "And", allowed, near)
-    return bias_of(node, allowed, like)
+    return bias_of(node, allowed, like, low)
 
 
 PASS = Pass("lower-group-query-attention", "com.microsoft GroupQueryAttention to MatMul and Softmax", run, min_db=100.0)

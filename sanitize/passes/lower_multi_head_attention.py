@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
-from sanitize.attend import attend, by_head, causal, side_by_side
+from sanitize.attend import attend, by_head, causal, masked, side_by_side
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -15,10 +15,12 @@ KIND = ("com.microsoft", "MultiHeadAttention")
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module; a CPU has a kernel. Raises RingstepError naming node and feature."""
-    return match.lower(model, [KIND], _lower, "lowered to MatMul and Softmax") if target.htp else []
+    if not target.htp:
+        return []
+    return match.lower(model, [KIND], lambda node: _lower(node, masked(target)), "lowered to MatMul and Softmax")
 
 
-def _lower(node: ir.Node) -> list[ir.Value | None]:
+def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
     if match.used(node, 3):
         raise match.refuse(node, "its output qk is read, and has no lowering; export without it")
     if match.given(node, 8) is not None or match.given(node, 9) is not None:
@@ -37,9 +39,9 @@ def _lower(node: ir.Node) -> list[ir.Value | None]:
         v = match.emit(node, "Concat", past_value, v, axis=2)
     _, _, n, size = match.static(node, q, "its query")
     total = match.static(node, k, "its keys")[2]
-    hide = _hide(node, padding, q, total) if padding is not None else None
-    triangle = causal(q, n, total, past) if graphs.attribute(node, "unidirectional", 0) else None
-    result = attend(node, q, k, v, scale=graphs.attribute(node, "scale") or size**-0.5, biases=(bias, hide, triangle))
+    seen = hide(node, padding, q, total, low) if padding is not None else None
+    triangle = causal(q, n, total, past, low) if graphs.attribute(node, "unidirectional", 0) else None
+    result = attend(node, q, k, v, scale=graphs.attribute(node, "scale") or size**-0.5, biases=(bias, seen, triangle))
     return [side_by_side(node, result), k, v]
 
 
@@ -55,12 +57,12 @@ def _with_projection(
     return q, k, v
 
 
-def _hide(node: ir.Node, padding: ir.Value, like: ir.Value, total: int) -> ir.Value:
+def hide(node: ir.Node, padding: ir.Value, like: ir.Value, total: int, low: float) -> ir.Value:
     """The bias for a key padding mask [batch, total] or [batch, n, total] of 1 (seen) and 0."""
     shape = match.static(node, padding, "key_padding_mask")
     if len(shape) not in (2, 3) or shape[-1] != total:
         raise match.refuse(node, f"a key_padding_mask {list(shape)} has no lowering; give [batch, {total}]")
-    hidden = graphs.attribute(node, "mask_filter_value", -10000.0)
+    hidden = max(low, graphs.attribute(node, "mask_filter_value", low))
     axes = match.ints(1, 2) if len(shape) == 2 else match.ints(1)
     seen = match.emit(node, "Unsqueeze", match.emit(node, "Cast", padding, to=ir.DataType.BOOL), axes)
     return match.emit(node, "Where", seen, match.floats(like, 0.0), match.floats(like, hidden))

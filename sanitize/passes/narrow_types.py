@@ -7,7 +7,7 @@ Constants are checked to fit; sums and products of them are taken to fit, as the
 the compiler reads them as parameters.
 
 HTP takes bool nearly everywhere: inputs, outputs, logic, Where's condition, and Reshape, Concat, Gather and their kind.
-The operators in BOOL_DATA, which it refuses on bools, go through int32; Pad, which it refuses on int32, through float.
+Where it refuses bools, they go through int32 or float, and uint8 becomes float through int32 (sanitize/casts.py).
 
 float64 becomes float32, and chains of casts collapse where the first one is exact, on every target.
 """
@@ -22,14 +22,12 @@ from onnx import defs
 
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
+from sanitize.casts import collapse, free_bools, widen_small
 from sanitize.passes import Change, Pass
 from sanitize.stream import chunks, mapped
 from sanitize.target import Target
 
 D = ir.DataType
-BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,),
-             "GatherND": (0,), "ScatterElements": (0, 2)}  # fmt: skip
-"""Operators that HTP refuses on bools, with the inputs that hold them."""
 PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0}
 """From this input on, int64 stays: compile-time parameters, and kernels that ONNX Runtime lacks for int32."""
 CONSTANTS = ("Constant", "ConstantOfShape")
@@ -42,8 +40,9 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     changes = _float64(model)
     if target.htp:
         changes += _int64(model)
-        changes += _bools(model)
-    return changes + _casts(model)
+        changes += free_bools(model)
+        changes += widen_small(model)
+    return changes + collapse(model, target.htp)
 
 
 # float64
@@ -306,83 +305,6 @@ def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
         if wrong.any():
             raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]} does not fit in int32, the NPU's integers")
     return mapped(tensor, D.INT32, lambda chunk: chunk.astype(np.int32))
-
-
-# bool and casts
-
-
-def _bools(model: ir.Model) -> list[Change]:
-    """Take the operators that HTP refuses on bools through a type that it takes."""
-    changes = []
-    for node in graphs.every_node(model):
-        graph, slots = node.graph, BOOL_DATA.get(node.op_type, ())
-        data = [i for i in slots if i < len(node.inputs) and node.inputs[i] is not None]
-        assert isinstance(graph, ir.Graph)
-        if not data or any(node.inputs[i].dtype != D.BOOL for i in data):  # type: ignore[union-attr]
-            continue
-        kind = D.FLOAT if node.op_type == "Pad" else D.INT32
-        for i in data:
-            value, name = node.inputs[i], f"{node.name or node.op_type}/{kind.name.lower()}"
-            wide = graphs.insert(node, "Cast", [value], {"to": kind}, name=name, like=value, dtype=kind)
-            node.replace_input_with(i, wide)
-        if node.op_type != "Equal":
-            old = node.outputs[0]
-            back = ir.node("Cast", [old], {"to": D.BOOL}, name=graphs.unique_name(graph, f"{node.name}/bool"))
-            back.outputs[0].name = graphs.unique_name(graph, f"{node.name}/bool_output")
-            back.outputs[0].dtype, back.outputs[0].shape = D.BOOL, old.shape
-            graph.insert_after(node, back)
-            graphs.replace(old, back.outputs[0])
-            back.replace_input_with(0, old)
-            old.dtype = kind
-        changes.append(Change(node.name or node.op_type, f"{node.op_type} on bools taken through {kind.name.lower()}"))
-    return changes
-
-
-def _casts(model: ir.Model) -> list[Change]:
-    """Read past casts that lose nothing; remove casts to the type a value has."""
-    changes = []
-    for node in graphs.every_node(model):
-        if node.op_type != "Cast" or node.domain not in ("", "ai.onnx") or node.inputs[0] is None:
-            continue
-        first = graphs.made_by(node.inputs[0], "Cast")
-        if first is not None and first.inputs[0] is not None and holds(first.inputs[0].dtype, node.inputs[0].dtype):
-            node.replace_input_with(0, first.inputs[0])
-            changes.append(Change(node.name or "Cast", "cast chain collapsed"))
-            _remove_unused(first)
-        if node.inputs[0].dtype == node.outputs[0].dtype is not None and node.graph is not None:
-            changes.append(Change(node.name or "Cast", "cast to its own type removed"))
-            graphs.replace(node.outputs[0], node.inputs[0])
-            _remove_unused(node)
-    return changes
-
-
-BITS = {D.FLOAT16: (11, 5), D.BFLOAT16: (8, 8), D.FLOAT: (24, 8), D.DOUBLE: (53, 11)}
-"""Bits of the significand and of the exponent."""
-INTEGERS = {D.INT8: (7, 1), D.INT16: (15, 1), D.INT32: (31, 1), D.INT64: (63, 1), D.UINT8: (8, 0),
-            D.UINT16: (16, 0), D.UINT32: (32, 0), D.UINT64: (64, 0), D.BOOL: (1, 0)}  # fmt: skip
-"""Bits of the magnitude, and whether there is a sign."""
-
-
-def holds(narrow: ir.DataType | None, wide: ir.DataType | None) -> bool:
-    """Whether every value of the first type is one of the second."""
-    if narrow is None or wide is None:
-        return False
-    if narrow == wide:
-        return narrow in BITS or narrow in INTEGERS
-    if wide == D.BOOL:
-        return False
-    if narrow in BITS and wide in BITS:
-        return all(a <= b for a, b in zip(BITS[narrow], BITS[wide], strict=True))
-    if narrow in INTEGERS and wide in BITS:
-        return INTEGERS[narrow][0] <= BITS[wide][0]
-    if narrow in INTEGERS and wide in INTEGERS:
-        return INTEGERS[narrow][0] <= INTEGERS[wide][0] and INTEGERS[narrow][1] <= INTEGERS[wide][1]
-    return False
-
-
-def _remove_unused(node: ir.Node) -> None:
-    if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-        graphs.remove(node)
 
 
 PASS = Pass("narrow-types", "int64 to int32, float64 to float32, chains of casts to one cast", run, min_db=90.0)

@@ -244,11 +244,10 @@ def _merge(node: ir.Node) -> str | None:
         return None
     if node.op_type == inner.op_type == "Transpose" and (perm := _composed(inner, node)) is not None:
         node.attributes["perm"] = ir.AttrInt64s("perm", perm)
-    elif node.op_type == inner.op_type == "Cast" and _exact_between(origin, between, node):
-        pass
-    elif node.op_type in VIEWS and inner.op_type in VIEWS and _as_reshape(node):
-        pass
-    else:
+    elif node.op_type == inner.op_type == "Cast":
+        if not _exact_between(origin, between, node):
+            return None
+    elif not (node.op_type in VIEWS and inner.op_type in VIEWS and (_join_axes(inner, node) or _as_reshape(node))):
         return None
     node.replace_input_with(0, origin)
     graphs.remove(inner)
@@ -262,6 +261,24 @@ def _exact_between(origin: ir.Value, between: ir.Value, node: ir.Node) -> bool:
     # What a float out of an integer's range becomes depends on the kernel.
     safe = final.is_floating_point() or not origin.dtype.is_floating_point()
     return safe and between.dtype.name in WIDER.get(origin.dtype.name, ())
+
+
+def _join_axes(inner: ir.Node, node: ir.Node) -> bool:
+    """Give the second of two Squeezes or Unsqueezes the axes of both."""
+    if node.op_type != inner.op_type or node.op_type not in ("Squeeze", "Unsqueeze"):
+        return False
+    first, second = _ints(inner, 1, "axes"), _ints(node, 1, "axes")
+    if not first or not second or min(*first, *second) < 0:
+        return False
+    # Axes of the longer shape stay; those of the shorter one count only what the others leave.
+    fixed, moved = (first, second) if node.op_type == "Squeeze" else (second, first)
+    left = [axis for axis in range(len(fixed) + max(*fixed, *moved) + 1) if axis not in fixed]
+    axes = sorted([*fixed, *(left[axis] for axis in moved)])
+    if "axes" in node.attributes:
+        node.attributes["axes"] = ir.AttrInt64s("axes", axes)
+    else:
+        node.replace_input_with(1, graphs.constant(node, f"{node.name}/axes", np.array(axes, np.int64)))
+    return True
 
 
 def _as_reshape(node: ir.Node) -> bool:
@@ -287,7 +304,7 @@ RULES: dict[str, Callable[[ir.Node], ir.Value | None]] = {
     "Concat": _concat, "Sum": _if_only, "Max": _if_only, "Min": _if_only, "Mean": _if_only,
     "Tile": _all(1, "repeats", 1), "Pad": _all(1, "pads", 0), "Dropout": _dropout,
     "Add": _neutral(-0.0, True), "Sub": _neutral(0.0, False), "Mul": _neutral(1, True), "Div": _neutral(1, False),
-    "Pow": _neutral(1, False), "Where": _where,
+    "Pow": _neutral(1, False), "Where": _where, "And": _neutral(1, True), "Or": _neutral(0, True),
 }  # fmt: skip
 
 PASS = Pass("no-ops", "remove nodes that change nothing, and pairs that undo each other", run)

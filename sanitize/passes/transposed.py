@@ -8,6 +8,7 @@ A Transpose of a constant weight before a MatMul goes the same way.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Hashable, Iterator
 
@@ -64,9 +65,9 @@ def _copies(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Weights that can go, each with the weight that equals its transpose."""
     kinds: dict[Hashable, list[ir.Value]] = {}
     scopes: dict[ir.Graph, Scope] = {}
-    for graph, scope in graphs.scopes(model.graph):
-        scopes[graph] = scope
-        for value in graph.initializers.values():
+    for inner, scope in graphs.scopes(model.graph):
+        scopes[inner] = scope
+        for value in inner.initializers.values():
             if _weight(value) and (tensor := value.const_value) is not None:
                 kinds.setdefault((tensor.dtype, *sorted(tensor.shape.numpy())), []).append(value)
     for values in kinds.values():
@@ -154,7 +155,8 @@ def _read_turned(node: ir.Node, weight: ir.Value, original: ir.Value) -> None:
     flat = len(data.shape) == 2
     if not flat:
         kept = [dim for dim in data.shape[:-1]]
-        count = int(np.prod(kept)) if all(isinstance(dim, int) for dim in kept) else None
+        known = [dim for dim in kept if isinstance(dim, int)]
+        count = math.prod(known) if len(known) == len(kept) else None
         to = graphs.constant(node, f"{name}/rows", np.array([-1, rows], np.int64))
         data = graphs.insert(node, "Reshape", [data, to], name=f"{name}/flat", like=data, shape=[count, rows])
         shape = [count, columns]

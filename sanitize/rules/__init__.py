@@ -45,8 +45,8 @@ RULES = (
     Rule(
         "output-encoding", "error", HTP, "a 16-bit Sigmoid, Tanh or Log in an encoding that its kernel cannot write",
         "HTP's 16-bit Sigmoid and HardSigmoid always write in scale 2^-16, zero point 0, Tanh in 2^-15, 32768. With "
-        "any other output encoding the graph compiles and misreads the result. Log and LogSoftmax collapse when the "
-        "output scale is 2^-14 and 2^-16 or finer.",
+        "any other output encoding the graph compiles and misreads the result. Log collapses when the output "
+        "scale is 2^-14 or finer.",
         "quantise its output in the kernel's encoding", None, operators.output_encodings,
     ),
     Rule(
@@ -67,7 +67,7 @@ RULES = (
     ),
     Rule(
         "empty-tensor", "error", HTP, "a tensor without elements",
-        "The compiler refuses dims of 0, which dynamic exports use for a cache that is still empty.",
+        "The compiler crashes on dims of 0, which dynamic exports use for a cache that is still empty.",
         "leave the tensor out, or start from a cache of fixed length", None, shapes.empty,
     ),
     Rule(
@@ -126,8 +126,9 @@ RULES = (
         None, types.blocked,
     ),
     Rule(
-        "int4-zero-point", "error", HTP, "int4 weights without a zero point",
-        "The compiler reads int4 without a zero point as unsigned: negative weights become positive, without an error.",
+        "int4-zero-point", "error", HTP, "int4 weights without a zero point, and int2 weights",
+        "The compiler misreads negative int4 weights that have no zero point, and int2 weights with and without: the "
+        "graph compiles and computes garbage.",
         "give the DequantizeLinear a zero point of int4 zeros", None, types.signed_nibbles,
     ),
     Rule(

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
 from sanitize.ops import table
-from sanitize.rules.operators import FLOATS, dequantised
+from sanitize.rules.operators import FLOATS, dequantised, gelu_input
 from sanitize.rules.subject import Hit, Subject
 
 Range = tuple[float, float]
@@ -31,23 +31,27 @@ LARGEST_ROOT = 255.9  # its square is the largest number of half precision
 
 def poor(subject: Subject) -> Iterator[Hit]:
     """Operators measured to be poor over their range; a note where the range is not known."""
-    for place in subject.ops(*FORMS):
-        form, fixed_by = FORMS[place.node.op_type]
-        if place.node.op_type == "Gelu" and graphs.attribute(place.node, "approximate", "none") == "tanh":
+    for place in subject.ops(*FORMS, "Erf"):
+        op = "Gelu" if place.node.op_type == "Erf" else place.node.op_type
+        data = gelu_input(place.node) if place.node.op_type == "Erf" else place.node.inputs[0]
+        if data is None:
+            continue
+        form, fixed_by = FORMS[op]
+        if op == "Gelu" and graphs.attribute(place.node, "approximate", "none") == "tanh":
             form = "GeluTanh/native"
         precision = _precision(subject, place.node)
         measured = _table(subject, precision) if precision else None
         if measured is None:
             continue
-        span = input_range(subject, place.node.inputs[0])
+        span = input_range(subject, data)
         low, high = span or TYPICAL
-        dims = graphs.dims(place.node.inputs[0])
-        size = dims[-1] if dims and place.node.op_type.endswith("Softmax") else None
+        dims = graphs.dims(data)
+        size = dims[-1] if dims and op.endswith("Softmax") else None
         rows = [r for r in measured.overlapping(form, low, high, size) if r.snr_db < POOR_DB and r.loss_db > LOSS_DB]
         if rows:
             row = max(rows, key=lambda r: r.loss_db)
             where = f"between {max(low, row.low):.3g} and {min(high, row.high):.3g}"
-            what = f"{place.node.op_type} in {precision} reaches {max(row.snr_db, 0):.0f} dB {where} (simulated)"
+            what = f"{op} in {precision} reaches {max(row.snr_db, 0):.0f} dB {where} (simulated)"
             if span is None:
                 what += "; its range is not known"
             yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity=None if span else "note")

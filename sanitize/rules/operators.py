@@ -35,8 +35,8 @@ DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
 FIXED_ENCODINGS = {"Sigmoid": (2.0**-16, 0), "HardSigmoid": (2.0**-16, 0), "Tanh": (2.0**-15, 1 << 15)}
-# And these collapse when the output scale is this fine or finer.
-TOO_FINE = {"Log": 2.0**-14, "LogSoftmax": 2.0**-16}
+# And this collapses when the output scale is that fine or finer.
+TOO_FINE = {"Log": 2.0**-14}
 
 
 def full_name(node: ir.Node) -> str:
@@ -58,7 +58,10 @@ def kind_of(subject: Subject, node: ir.Node) -> str | None:
     data = node.inputs[index] if len(node.inputs) > index else None
     if data is None or data.dtype not in KINDS:
         return None
-    kind = KINDS[data.dtype]
+    # A constant may stand first: Mul(2, x) is judged by x.
+    moving = (v for v in node.inputs if v is not None and v.dtype == data.dtype and not subject.constant(v))
+    data = data if not subject.constant(data) else next(moving, data)
+    kind = KINDS[data.dtype]  # type: ignore[index]
     if kind != "fp32":
         return kind
     source = dequantised(data)
@@ -86,13 +89,27 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
     return (kind, entry[kind]) if kind else None
 
 
+def gelu_input(node: ir.Node) -> ir.Value | None:
+    """What an Erf takes the GELU of: 1 + erf(x / sqrt 2), which the compiler fuses to its Gelu; None elsewhere."""
+    scaled = graphs.made_by(node.inputs[0], "Div", "Mul") if node.op_type == "Erf" and node.domain in ONNX else None
+    user = graphs.sole_user(node.outputs[0]) if scaled is not None else None
+    if scaled is None or user is None or user.op_type != "Add" or 1.0 not in map(graphs.scalar, user.inputs):
+        return None
+    wanted = 0.5**0.5 if scaled.op_type == "Mul" else 2**0.5
+    for x, factor in ((scaled.inputs[0], scaled.inputs[1]), (scaled.inputs[1], scaled.inputs[0])):
+        number = graphs.scalar(factor)
+        if number is not None and abs(number / wanted - 1) < 1e-3:
+            return x
+    return None
+
+
 def unsupported(subject: Subject) -> Iterator[Hit]:
     """The compiler refused the operator's smallest model, or has never heard of it."""
     assert subject.target.chip is not None
     chip, arch = subject.target.chip.name, subject.target.chip.htp_arch
     for place in subject.live:
         node, name = place.node, full_name(place.node)
-        if node.op_type in CONVERSIONS:
+        if node.op_type in CONVERSIONS or gelu_input(node) is not None:
             continue
         if name not in subject.support.operators:
             yield Hit(place.name, f"{chip} knows no operator {name}", place.where)
@@ -231,4 +248,3 @@ def branches(subject: Subject) -> Iterator[Hit]:
                     what = f"a branch reads {outer[0].name}, a weight of the graph around it"
                     yield Hit(place.name, what, place.where)
                     break
-

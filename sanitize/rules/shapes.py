@@ -9,6 +9,7 @@ from sanitize.rules.operators import full_name
 from sanitize.rules.subject import Hit, Subject
 
 MAX_RANK, SAFE_RANK = 5, 4
+DATA_SHAPED = ("NonZero", "Unique", "Compress", "NonMaxSuppression", "StringSplit")
 AXES = {"Squeeze": (1,), "Unsqueeze": (1,), "Slice": (1, 2, 3, 4), "Pad": (3,)}
 REDUCE = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
           "ReduceLogSumExp", "ReduceSumSquare")  # fmt: skip
@@ -47,11 +48,16 @@ def unknown_dims(subject: Subject) -> Iterator[Hit]:
         return  # what follows from it would be named a thousand times
     for place in subject.live:
         for value in place.node.outputs:
-            # Shape inference knows nothing of other domains.
-            if value.shape is not None and not value.shape.is_static():
-                yield Hit(place.name, f"{full_name(place.node)} makes {value.name} of a shape that depends on data",
-                          place.where)  # fmt: skip
-                break
+            if value.shape is None or value.shape.is_static():
+                continue  # without a shape: inference knows nothing of other domains
+            name = full_name(place.node)
+            if name in DATA_SHAPED:
+                yield Hit(place.name, f"{name} makes {value.name} of a shape that depends on data", place.where)
+            else:
+                what = f"the shape of {value.name} cannot be told from the graph"
+                fix = "fold what computes shapes; ONNX Runtime may do it"
+                yield Hit(place.name, what, place.where, fix=fix, fixed_by="fold", severity="warning")
+            break
 
 
 def empty(subject: Subject) -> Iterator[Hit]:
@@ -102,4 +108,3 @@ def allowzero(subject: Subject) -> Iterator[Hit]:
                       place.where, severity="error")  # fmt: skip
         else:
             yield Hit(place.name, "Reshape has allowzero=1 without a zero in its shape", place.where)
-

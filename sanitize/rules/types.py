@@ -15,7 +15,7 @@ from sanitize.rules.subject import Hit, Subject, element
 MASKING = ("Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "Concat", "Identity", "Cast", "Reshape",
            "Slice", "Unsqueeze", "Trilu", "ScatterND", "Softmax", "Gather", "Tile")  # fmt: skip
 MASK_ELEMENTS = 1 << 24
-SHAPED = ("QuantizeLinear", "DequantizeLinear", "Cast")
+CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def wide_io(subject: Subject) -> Iterator[Hit]:
@@ -51,11 +51,13 @@ def floats_on_fixed_point(subject: Subject) -> Iterator[Hit]:
     chip = subject.target.chip
     if chip.fp16:
         return
-    moved = lambda node: chip.htp_arch in subject.support.operators.get(full_name(node), {}).get("fp32", [])
     floating = [
-        place for place in subject.live
-        if place.node.op_type not in SHAPED and not moved(place.node) and _computes_floats(subject, place.node)
-    ]  # fmt: skip
+        place
+        for place in subject.live
+        if place.node.op_type not in CONVERSIONS
+        and not _moves_floats(subject, place.node)
+        and _computes_floats(subject, place.node)
+    ]
     if floating and not subject.quantised:
         yield Hit("", f"the model computes in floats; {chip.name} ({chip.htp_arch}) has none")
         return
@@ -66,6 +68,16 @@ def floats_on_fixed_point(subject: Subject) -> Iterator[Hit]:
                 yield Hit(str(value.name), f"{side} {value.name} is {element(value)}", fix=fix, severity="warning")
     for place in floating:
         yield Hit(place.name, f"{full_name(place.node)} computes in floats", place.where)
+
+
+def _moves_floats(subject: Subject, node: ir.Node) -> bool:
+    """Whether the chip takes this operator on floats all the same, such as Reshape."""
+    assert subject.target.chip is not None
+    entry = subject.support.operators.get(full_name(node), {})
+    kind = "fp16" if node.outputs[0].dtype == ir.DataType.FLOAT16 else "fp32"
+    if node.inputs and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT16:
+        kind = "fp16"
+    return subject.target.chip.htp_arch in entry.get("any" if "any" in entry else kind, [])
 
 
 def _computes_floats(subject: Subject, node: ir.Node) -> bool:
@@ -137,10 +149,13 @@ def blocked(subject: Subject) -> Iterator[Hit]:
 
 
 def signed_nibbles(subject: Subject) -> Iterator[Hit]:
-    """int4 weights without a zero point."""
+    """int4 weights without a zero point, and int2 weights."""
     for place in subject.places:
         node = place.node
         data = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if data is not None and data.dtype in (ir.DataType.INT2, ir.DataType.UINT2):
+            fix = "store these weights in int4 or int8"
+            yield Hit(place.name, f"DequantizeLinear of {element(data)} {data.name}", place.where, fix=fix)
         if data is not None and data.dtype == ir.DataType.INT4:
             missing = len(node.inputs) < 3 or node.inputs[2] is None
             if missing and not graphs.attribute(node, "block_size", 0):

@@ -27,7 +27,10 @@ RANKED = {
     **{op: f"y = {op}(x, last)" for op in _REDUCE}, "And": "y = And(b, b)", "Not": "y = Not(b)",
     "Clip": "y = Clip(x)", "ArgMax": "y = ArgMax<axis = -1>(x)", "CumSum": "y = CumSum(x, last0)",
     "Flatten": "y = Flatten(x)", "GatherElements": "y = GatherElements<axis = -1>(x, index)",
-    "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)", "Unsqueeze": "y = Unsqueeze(x, zero)",
+    "Pad": "y = Pad(x, pads)", "Squeeze": "y = Squeeze(x, zero)",
+    "Unsqueeze": "s = Squeeze(x, zero) y = Unsqueeze(s, zero)",
+    "GatherND": "y = GatherND(x, corner)", "ScatterND": "y = ScatterND(x, corner, x)", "Trilu": "y = Trilu(x)",
+    "ScatterElements": "y = ScatterElements<axis = -1>(x, index, x)", "GlobalAveragePool": "y = GlobalAveragePool(x)",
     "TopK": "y, z = TopK(x, two)", "Einsum": 'y = Einsum<equation = "...i,ij->...j">(x, w)',
     "Add": "y = Add(x, x)", "Neg": "y = Neg(x)", "Softmax": "y = Softmax(x)", "MatMul": "y = MatMul(x, w)",
     "Concat": "y = Concat<axis = -1>(x, x)", "ReduceMean": "y = ReduceMean(x, last)",
@@ -275,8 +278,6 @@ TEXTS |= {
     "16 bit Softmax, output range 0 to 0.6": _encoding("Softmax", 0.6 / 65535, 0),
     "16 bit Log, output scale 1/8192": _encoding("Log", 1 / 8192, 32768),
     "16 bit Log, output scale 1/16384": _encoding("Log", 1 / 16384, 32768),
-    "16 bit LogSoftmax, output scale 1/32768": _encoding("LogSoftmax", 1 / 32768, 65535),
-    "16 bit LogSoftmax, output scale 1/65536": _encoding("LogSoftmax", 1 / 65536, 65535),
 }  # fmt: skip
 
 
@@ -284,8 +285,13 @@ def all_probes() -> Iterator[tuple[str, Built]]:
     """Name and model of every probe."""
     for name, (text, constants) in TEXTS.items():
         yield name, build(text, constants)
-    yield "Conv of rank 5 (three spatial dims)", build(
-        "(float[1,4,6,6,6] x) => (float[1,4,4,4,4] y) { y = Conv(x, k) }", {"k": np.ones((4, 4, 3, 3, 3), np.float32)})
+    yield (
+        "Conv of rank 5 (three spatial dims)",
+        build(
+            "(float[1,4,6,6,6] x) => (float[1,4,4,4,4] y) { y = Conv(x, k) }",
+            {"k": np.ones((4, 4, 3, 3, 3), np.float32)},
+        ),
+    )
     for opset in range(OPSET, onnx.defs.onnx_opset_version() + 1):
         yield f"opset {opset}", build("(float[1,8] x) => (float[1,8] y) { a = Abs(x) y = Add(a, x) }", {}, opset)
 
@@ -297,6 +303,7 @@ def ranked(body: str, rank: int) -> Built:
     named = {
         "scale": np.ones(8, np.float32), "ones": np.ones(rank, np.int64),
         "dims": np.array(dims), "last0": np.array(-1, np.int64), "index": np.zeros(dims, np.int64),
+        "corner": np.zeros((*dims[:1], 1), np.int64),
         "pads": np.array([0] * (2 * rank - 1) + [1]),
     }  # fmt: skip
     named = {name: value for name, value in named.items() if f" {name}" in body or f"({name}" in body}

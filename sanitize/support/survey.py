@@ -70,12 +70,18 @@ def survey(chip: Chip, data: dict[str, Any]) -> None:
     for probe, built in probes.all_probes():
         result = compiler.attempt(built, fp16=True)
         data["probes"].setdefault(probe, {})[arch] = probes.verdict(result)
+    survey_ranks(compiler, data)
+    compiler.close()
+
+
+def survey_ranks(compiler: Compiler, data: dict[str, Any]) -> None:
+    """Put one chip's answers about ranks 5 and 6 into the data of qnn-htp.json."""
+    arch = compiler.chip.htp_arch
     for op, rank, built in probes.rank_models():
         takes = set(data["ranks"].setdefault(op, {}).setdefault(f"{rank}", [])) - {arch}
         if probes.verdict(compiler.attempt(built, fp16=True)) == "taken":
             takes.add(arch)
         data["ranks"][op][f"{rank}"] = sorted(takes)
-    compiler.close()
 
 
 def main() -> None:
@@ -101,7 +107,7 @@ def render(data: dict[str, Any]) -> str:
     parts = []
     for section, entries in data.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items()]
-        parts.append(f' {json.dumps(section)}: {{\n' + ",\n".join(lines) + "\n }")
+        parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

@@ -49,9 +49,7 @@ def main() -> None:
         key = f'"{name}"' if "." in name else name
         lines.append(f"{key} = {{ opset = {opset}, types = {sorted(types)} }}".replace("'", '"'))
     version = f"onnxruntime {onnxruntime.__version__}, CPU provider; opsets up to {newest}"
-    (FOLDER / "ort-mobile.toml").write_text(
-        HEAD + f'version = "{version}"\n\n[operators]\n' + "\n".join(lines) + "\n"
-    )
+    (FOLDER / "ort-mobile.toml").write_text(HEAD + f'version = "{version}"\n\n[operators]\n' + "\n".join(lines) + "\n")
 
 
 def _types(case: cases.Case) -> list[str]:

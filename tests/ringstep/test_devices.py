@@ -35,7 +35,7 @@ DEVICE = '[device.d]\nname = "D"\nchip = "c"\n'
 def test_chips_are_what_the_compiler_takes(chip: str, soc_model: int, arch: int, vtcm_mb: int) -> None:
     found = find_device(chip).chip
     assert (found.soc_model, found.arch, found.vtcm_mb) == (soc_model, arch, vtcm_mb)
-    assert found.graph_limit_mb == 2048
+    assert found.graph_limit_mb == (2048 if arch < 73 else 3758)
 
 
 def test_abilities_follow_the_architecture() -> None:

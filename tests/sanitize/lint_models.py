@@ -16,6 +16,8 @@ SCALES: dict[str, Any] = {"s": F32(1 / 16384), "z": np.uint16(32768)}
 EYE = np.eye(8, dtype=F32)
 DQ, Q = "f = DequantizeLinear(x, s, z)", "y = QuantizeLinear(g, s, z)"
 
+GELU = "(float[1,8] x) => (float[1,8] y) { a = Div(x, r) b = Erf(a) c = Add(b, o) d = Mul(x, c) y = Mul(d, h) }"
+
 
 @dataclass(frozen=True)
 class Pair:

@@ -10,6 +10,7 @@ import pytest
 from exporters.qnn import compile_context
 from ringstep.devices import find_device
 from sanitize.command import sanitize_file
+from sanitize.target import find_target
 
 MODELS = [f"{name}-{exporter}" for name in corpus.ARCHITECTURES for exporter in corpus.EXPORTERS]
 
@@ -29,7 +30,7 @@ def test_clean_equal_and_taken(folder: Path, model: str) -> None:
     out = folder / f"{model}.clean.onnx"
     report = sanitize_file(source, out, target="qnn-htp", chip="sm8750", precision="fp16", verify=True)
     assert report["nodes_after"] > 0 and report["verified"]
-    findings = lint_file(out, target="qnn-htp", chip="sm8750", precision="fp16")
+    findings = lint_file(out, find_target("qnn-htp", "sm8750", "fp16"))
     assert [f for f in findings if f.severity == "error"] == []
     again = sanitize_file(out, None, target="qnn-htp", chip="sm8750", precision="fp16")
     assert {p["name"]: p["changes"] for p in again["passes"] if p["changes"]} == {}

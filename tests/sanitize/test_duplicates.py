@@ -48,9 +48,15 @@ def test_one_bit_makes_a_difference(tmp_path: Path) -> None:
 
 
 def test_types_and_shapes_are_not_mixed(tmp_path: Path) -> None:
-    text = "g (float[4] x, int32[4] i) => (float[4] y, int32[4] j) <float[4] a = {0,0,0,0}, int32[4] b = {0,0,0,0}> { y = Add(x, a) j = Add(i, b) }"
+    text = (
+        "g (float[4] x, int32[4] i) => (float[4] y, int32[4] j) <float[4] a = {0,0,0,0}, int32[4] b = {0,0,0,0}> { "
+        "y = Add(x, a) j = Add(i, b) }"
+    )
     stays(parse(text), tmp_path)
-    text = "g (float[4] x) => (float[1,4] y) <float[4] a = {1,1,1,1}, float[1,4] b = {1,1,1,1}> { c = Add(x, a) y = Add(c, b) }"
+    text = (
+        "g (float[4] x) => (float[1,4] y) <float[4] a = {1,1,1,1}, float[1,4] b = {1,1,1,1}> { "
+        "c = Add(x, a) y = Add(c, b) }"
+    )
     stays(parse(text), tmp_path)
     text = "g (float[1] x) => (float[1] y) <float[1] a = {0.0}, float[1] b = {-0.0}> { c = Add(x, a) y = Add(c, b) }"
     stays(parse(text), tmp_path)
@@ -68,7 +74,10 @@ def test_one_place_in_a_file_needs_no_reading(tmp_path: Path) -> None:
 
 
 def test_an_overridable_initializer_stays(tmp_path: Path) -> None:
-    model = parse("g (float[2] x, float[2] c) => (float[2] y) <float[2] c = {1, 2}, float[2] d = {1, 2}> { a = Add(x, c) y = Add(a, d) }")
+    model = parse(
+        "g (float[2] x, float[2] c) => (float[2] y) <float[2] c = {1, 2}, float[2] d = {1, 2}> {"
+        " a = Add(x, c) y = Add(a, d) }"
+    )
     onnx.save(model, tmp_path / "a.onnx")
     assert PASS.run(read_model(tmp_path / "a.onnx"), TARGET) == []
 

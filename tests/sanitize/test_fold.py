@@ -30,7 +30,8 @@ def left(model: ir.Model) -> list[str]:
 
 def test_shape_arithmetic_of_static_dims(tmp_path: Path) -> None:
     model = parse(
-        """g (float[2,3,4] x) => (float[6,4] y) <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] m = {-1}> {
+        """g (float[2,3,4] x) => (float[6,4] y)
+        <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] m = {-1}> {
         s = Shape(x) a = Gather(s, i0) b = Gather(s, i1) c = Mul(a, b) d = Unsqueeze(c, zero)
         e = Concat<axis=0>(d, m) y = Reshape(x, e) }"""
     )
@@ -50,6 +51,18 @@ def test_only_the_needed_dims_are_static(tmp_path: Path) -> None:
     assert after.graph[0].inputs[1].const_value.numpy().tolist() == [0, 0, 2, 4]
 
 
+def test_a_product_of_open_dims(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[batch,seq,8] x) => (float[rows,8] y)
+        <int64 i0 = {0}, int64 i1 = {1}, int64[1] zero = {0}, int64[1] eight = {8}> {
+        s = Shape(x) a = Gather(s, i0) b = Gather(s, i1) c = Mul(a, b) d = Unsqueeze(c, zero)
+        e = Concat<axis=0>(d, eight) y = Reshape<allowzero=1>(x, e) }"""
+    )
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)}
+    after = check(model, PASS, tmp_path, feeds=feeds)
+    assert left(after) == ["Reshape"] and after.graph[0].inputs[1].const_value.numpy().tolist() == [-1, 8]
+
+
 def test_two_open_dims_stay(tmp_path: Path) -> None:
     model = parse(
         """g (float[batch,seq,8] x) => (float[a,b,c] y) <int64[1] i0 = {0}, int64[1] i1 = {1}, int64[1] eight = {8}> {
@@ -57,6 +70,17 @@ def test_two_open_dims_stay(tmp_path: Path) -> None:
     )
     feeds = {"x": np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)}
     check(model, PASS, tmp_path, feeds=feeds, changes=0)
+
+
+def test_a_dim_is_never_negative(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[b,1] x) => (float[b,4] y)
+        <int64[1] i0 = {0}, int64[1] four = {4}, int64[1] m = {-1}, int64[2] ones = {1, 1}> {
+        s = Shape(x) a = Gather(s, i0) e = Concat<axis=0>(a, four) q = Equal(e, m)
+        w = Where(q, ones, e) y = Expand(x, w) }"""
+    )
+    feeds = {"x": np.random.default_rng(0).normal(size=(3, 1)).astype(np.float32)}
+    assert left(check(model, PASS, tmp_path, feeds=feeds)) == ["Shape", "Gather", "Concat", "Where", "Expand"]
 
 
 def test_floats_are_those_of_onnx_runtime(tmp_path: Path) -> None:
@@ -97,7 +121,9 @@ def test_a_constant_that_goes_makes_room(tmp_path: Path) -> None:
     model.graph.initializer.append(weights)
     # A MatMul whose weight is constant runs another kernel: its last bit differs, that of the weight does not.
     assert left(check(model, PASS, tmp_path, min_db=120)) == ["MatMul"]
-    shared = parse("g (float[1,32] x) => (float[1,48] y, float[1,48] z) { t = Add(w, w) y = MatMul(x, t) z = MatMul(x, w) }")
+    shared = parse(
+        "g (float[1,32] x) => (float[1,48] y, float[1,48] z) { t = Add(w, w) y = MatMul(x, t) z = MatMul(x, w) }"
+    )
     shared.graph.initializer.append(weights)
     check(shared, PASS, tmp_path / "shared", changes=0)
 
@@ -110,7 +136,9 @@ def test_weights_are_not_read(tmp_path: Path) -> None:
 
 
 def test_chance_and_quantised_weights_stay(tmp_path: Path) -> None:
-    model = parse("g (float[3] x) => (float[3] y) { r = RandomNormal<shape=[3]>() m = Mul(r, x) z = Sub(m, m) y = Add(z, x) }")
+    model = parse(
+        "g (float[3] x) => (float[3] y) { r = RandomNormal<shape=[3]>() m = Mul(r, x) z = Sub(m, m) y = Add(z, x) }"
+    )
     onnx.save(model, tmp_path / "a.onnx")
     loaded = read_model(tmp_path / "a.onnx")
     assert PASS.run(loaded, TARGET) == []
@@ -196,3 +224,45 @@ def test_bits_of_a_whole_model() -> None:
     given = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
     found = evaluate(node, [given], 21)
     assert found is not None and found[0].shape == (4, 7) and abs(found[0].sum(-1) - 1).max() < 1e-6
+
+
+def test_an_if_in_a_dropped_branch_and_one_in_a_kept_one(tmp_path: Path) -> None:
+    info = lambda name: helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2])
+
+    def nested(name: str) -> onnx.GraphProto:
+        leaves = [
+            helper.make_graph([helper.make_node(op, ["x"], [f"{name}_{op}"], op)], op, [], [info(f"{name}_{op}")])
+            for op in ("Neg", "Abs")
+        ]
+        node = helper.make_node("If", ["b"], [f"{name}_o"], name, then_branch=leaves[0], else_branch=leaves[1])
+        return helper.make_graph([node], name, [], [info(f"{name}_o")])
+
+    model = parse("g (float[2] x) => (float[2] z) <bool b = {1}> { z = Exp(x) }")
+    model.graph.node.append(
+        helper.make_node("If", ["b"], ["y"], "if", then_branch=nested("t"), else_branch=nested("e"))
+    )
+    model.graph.output.append(info("y"))
+    onnx.save(model, tmp_path / "a.onnx")
+    loaded = read_model(tmp_path / "a.onnx")
+    assert PASS.run(loaded, TARGET) and PASS.run(loaded, TARGET) == []
+    assert ops(loaded) == ["Exp", "Neg"]
+
+
+def test_a_loop_body_is_folded_where_it_is_constant(tmp_path: Path) -> None:
+    number = lambda name, kind: helper.make_tensor_value_info(name, kind, [])
+    nodes = [
+        helper.make_node("Add", ["two", "two"], ["four"], "const"),
+        helper.make_node("Mul", ["v", "four"], ["w"], "mul"),
+        helper.make_node("Identity", ["c"], ["c2"], "keep"),
+    ]
+    body = helper.make_graph(nodes, "body", [number("i", 7), number("c", 9), number("v", 1)],
+                             [number("c2", 9), number("w", 1)])  # fmt: skip
+    model = parse("g (float x) => (float z) <int64 n = {3}, bool go = {1}, float two = {2}> { z = Neg(x) }")
+    model.graph.node.append(helper.make_node("Loop", ["n", "go", "x"], ["y"], "loop", body=body))
+    model.graph.output.append(number("y", 1))
+    onnx.save(model, tmp_path / "a.onnx")
+    loaded = read_model(tmp_path / "a.onnx")
+    assert [change.node for change in PASS.run(loaded, TARGET)] == ["const"] and PASS.run(loaded, TARGET) == []
+    write_model(loaded, tmp_path / "b.onnx")
+    feeds = {"x": np.array(1.5, np.float32)}
+    assert run(tmp_path / "b.onnx", feeds)["y"] == run(tmp_path / "a.onnx", feeds)["y"] == 96

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import onnx
@@ -66,6 +67,14 @@ def test_an_older_opset_is_raised(tmp_path: Path) -> None:
     model = gelu(ERF, PRODUCTS["x first"])
     model.opset_import[0].version = 14
     assert graphs.opset(check(model, PASS, tmp_path)) == 20
+
+
+def test_a_gelu_of_a_gelu(tmp_path: Path) -> None:
+    first = f"{ERF} {PRODUCTS['x first']}"
+    second = re.sub(r"\b([abce])\b", r"\g<1>2", first)
+    second = re.sub(r"\by = ", "z = ", re.sub(r"\bx\b", "y", second))
+    model = gelu(first.replace("y = ", "h = "), re.sub(r"\by\b", "h", second).replace("z = ", "y = "))
+    assert ops(check(model, PASS, tmp_path, changes=2)) == ["Gelu", "Gelu"]
 
 
 def test_float16(tmp_path: Path) -> None:

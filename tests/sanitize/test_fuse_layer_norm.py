@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_spellings(tmp_path: Path, middle: str, end: str) -> None:
 def test_a_difference_computed_twice(tmp_path: Path) -> None:
     text = spelling().replace("n = Div(d, r)", "d2 = Sub(x, m)\n n = Div(d2, r)")
     assert ops(check(parse(text), PASS, tmp_path)) == ["LayerNormalization"]
+
+
+def test_a_norm_of_a_norm(tmp_path: Path) -> None:
+    body = f"m = ReduceMean(x, axes)\n d = Sub(x, m)\n {DIV}\n {AFFINE}"
+    second = re.sub(r"\b([mdsvernp])\b", r"\g<1>2", body)
+    second = re.sub(r"\by = ", "z = ", re.sub(r"\bx\b", "y", second))
+    text = spelling(end=f"{AFFINE}\n {second}").replace("[2, 3, 4] y)", "[2, 3, 4] z)")
+    assert ops(check(parse(text), PASS, tmp_path, changes=2)) == ["LayerNormalization"] * 2
 
 
 def test_float32_inside_a_float16_model(tmp_path: Path) -> None:

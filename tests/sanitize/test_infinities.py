@@ -57,6 +57,7 @@ MASKS = {
     "written out softmax": """a = Where(keep, x, bad) t = ReduceMax(a, one_l) d = Sub(a, t) e = Exp(d)
         s = ReduceSum(e, one_l) y = Div(e, s)""",
     "written out": "m = Constant<value = float[4,4] {TRI}>() a = Add(x, m) y = Softmax(a)",
+    "added": "m = Where(keep, zero, bad) a = Add(x, m) y = Relu(a)",
     "padded": "p = Pad(x, pads, bad) s = Softmax(p) y = Slice(s, start, four, both)",
 }
 TRIANGLE = ",".join(str(0.0 if keep else -3e38) for keep in KEEP.reshape(-1))
@@ -171,6 +172,12 @@ def test_bounds_that_matter_stay(tmp_path: Path, body: str) -> None:
     shape = "float[2,2,3]" if "grid" in body else "float[2,3]"
     proto = model(f"g (float[2,3] x) => ({shape} y) <float zero = {{0}}> {{ {body} }}", low=-math.inf, high=math.inf,
                   grid=np.full((2, 1, 1), -np.inf, np.float32))  # fmt: skip
+    check(proto, PASS, tmp_path, changes=0)
+
+
+@pytest.mark.parametrize("body", ["p = Mul(x, million) y = Add(p, x)", "y = Add(x, million)", "y = Min(x, million)"])
+def test_large_numbers_are_no_masks(tmp_path: Path, body: str) -> None:
+    proto = model(f"g (float[2,3] x) => (float[2,3] z) {{ {body} z = Tanh(y) }}", million=1e6)
     check(proto, PASS, tmp_path, changes=0)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from sanitize.command import sanitize_file
+from sanitize.target import find_target
 
 ROWS, WIDTH = 3, 8
 
@@ -149,7 +150,7 @@ def test_injected_faults_are_mended(model: onnx.ModelProto) -> None:
         sanitize_file(source, out, target="qnn-htp", chip="sm8750", precision="fp16", verify=True)
         has_if = any(node.op_type == "If" for node in model.graph.node)
         allowed = {"unsupported-operator", "bool-io"} if has_if else set()
-        findings = lint_file(out, target="qnn-htp", chip="sm8750", precision="fp16")
+        findings = lint_file(out, find_target("qnn-htp", "sm8750", "fp16"))
         assert {f.rule for f in findings if f.severity == "error"} <= allowed
         again = sanitize_file(out, None, target="qnn-htp", chip="sm8750", precision="fp16")
         assert not any(p["changes"] for p in again["passes"])

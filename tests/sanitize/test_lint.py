@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from lint_models import EYE, F32, PAIRS, Pair, Text, save
+from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, save
 from onnx import TensorProto, helper
 
 from ringstep import console
@@ -19,7 +19,8 @@ from sanitize import lint_docs
 from sanitize.lint import Finding, lint, lint_file
 from sanitize.lint_command import lint as command
 from sanitize.model_file import read_model
-from sanitize.rules import RULES, weights
+from sanitize.order import PASSES
+from sanitize.rules import RULES, accuracy, operators, weights
 from sanitize.support import load_support
 from sanitize.target import find_target
 
@@ -82,9 +83,12 @@ def sparse_model(folder: Path, gib: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("gib", "parts"), [(3.9, None), (4.1, 2), (8.5, 3)])
-def test_graph_memory_counts_halves(tmp_path: Path, gib: float, parts: int | None) -> None:
-    found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", "sm8650"))
+@pytest.mark.parametrize(
+    ("gib", "chip", "parts"),
+    [(3.9, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (7.2, "sm8650", None), (7.5, "sm8650", 2)],
+)
+def test_graph_memory_counts_halves(tmp_path: Path, gib: float, chip: str, parts: int | None) -> None:
+    found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", chip))
     said = [f"cut it into {parts} parts" in f.what for f in found if f.rule == "graph-memory"]
     assert said == ([True] if parts else [])
 
@@ -212,8 +216,20 @@ def test_docs_are_current() -> None:
     assert text == lint_docs.text(), "run python -m sanitize.lint_docs > docs/lint.md"
 
 
+def test_passes_that_findings_name_exist() -> None:
+    named = {rule.fixed_by for rule in RULES if rule.fixed_by} | set(operators.FIXED_BY.values())
+    named |= {fixed_by for _, fixed_by in accuracy.FORMS.values() if fixed_by}
+    assert named <= {p.name for p in PASSES}
+
+
 def test_the_data_names_its_versions() -> None:
     versions = load_support("qnn-htp").versions
     assert set(versions) == {"v68", "v69", "v73", "v75", "v79", "v81"}
     assert all("QAIRT" in text for text in versions.values())
     assert dataclasses.asdict(load_support("ort-mobile"))["versions"]
+
+
+def test_erf_is_taken_in_a_gelu_alone(tmp_path: Path) -> None:
+    constants = {"r": F32(2**0.5), "o": F32(1), "h": F32(0.5)}
+    assert {f.rule for f in findings((GELU, constants), tmp_path)} == {"inaccurate-operator"}
+    assert "unsupported-operator" in {f.rule for f in findings((GELU, constants | {"o": F32(2)}), tmp_path)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from lint_models import PAIRS, save
+from lint_models import GELU, PAIRS, save
 
 from ringstep.devices import find_device
 from sanitize.lint import lint_file
@@ -21,10 +22,11 @@ pytest.importorskip("onnxruntime_qnn")
 OUTCOMES = {
     "unsupported-operator": "refused", "wrong-operator": "fails", "if-branches": "refused", "norm-rows": "wrong",
     "output-encoding": "wrong", "nan-guard": "taken", "rank": "refused", "dynamic-shape": "refused",
-    "empty-tensor": "refused", "rank-0": "taken", "rank-0-axes": "taken", "allowzero": "taken", "wide-io": "taken",
-    "float64": "refused", "bfloat16": "refused", "floats": "refused", "16x16": "refused", "infinity": "taken",
+    "empty-tensor": "crash", "rank-0": "taken", "rank-0-axes": "taken", "allowzero": "taken", "wide-io": "taken",
+    "float64": "refused", "bfloat16": "refused", "floats": "refused", "16x16": "refused", "infinity": "wrong",
     "blocked-weights": "refused",
     "int4-zero-point": "wrong", "duplicate-weights": "taken", "float-weights": "taken",
+    "inaccurate-operator": "taken",
 }  # fmt: skip
 LPBQ = "blocked-weights"  # its look-alike, the two-level form, needs scales of its own to compile: tested with qdq
 
@@ -63,6 +65,12 @@ def test_survey_and_compiler_agree(chip: str, compilers: dict[str, Compiler], tm
         errors = [f for f in lint_file(path, find_target("qnn-htp", chip)) if f.severity == "error"]
         wrong = compiler.chip.htp_arch in support.wrong.get(f"{name} {dtype}", [])
         assert bool(errors) == (not taken or wrong), (name, dtype, errors)
+
+
+@pytest.mark.parametrize(("one", "verdict"), [(1, "taken"), (2, "refused")])
+def test_erf_is_taken_in_a_gelu_alone(one: int, verdict: str, compilers: dict[str, Compiler]) -> None:
+    built = probes.build(GELU, {"r": np.float32(2**0.5), "o": np.float32(one), "h": np.float32(0.5)})
+    assert probes.verdict(compilers["sm8650"].attempt(built, fp16=True)) == verdict
 
 
 def test_the_crash_is_a_finding(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from graphs import Feeds, check, ops, random_feeds
 from onnx import TensorProto, helper
 
 from ringstep.errors import RingstepError
+from sanitize import graph as graphs
 from sanitize.passes.lower_attention import PASS
 from sanitize.target import find_target
 
@@ -96,6 +97,13 @@ def test_equals_the_kernel(tmp_path: Path, name: str) -> None:
     after = check(CASES[name], PASS, tmp_path, changes=1, feeds=masked(CASES[name]))
     assert "Attention" not in ops(after)
     assert all(value.shape is not None and len(value.shape) <= 4 for node in after.graph for value in node.outputs)
+
+
+def test_masks_are_small_where_16_bits_must_hold_them(tmp_path: Path) -> None:
+    model = CASES["boolean mask, causal"]
+    after = check(model, PASS, tmp_path, target=find_target("qnn-htp", precision="a16"), feeds=masked(model))
+    lowest = min(found.min() for v in after.graph.initializers.values() if (found := graphs.array(v)) is not None)
+    assert lowest == -100
 
 
 def test_a_cpu_keeps_it(tmp_path: Path) -> None:

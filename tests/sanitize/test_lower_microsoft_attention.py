@@ -1,4 +1,4 @@
-"""MultiHeadAttention and GroupQueryAttention against ONNX Runtime's own kernels."""
+"""Attention, MultiHeadAttention and GroupQueryAttention of com.microsoft against ONNX Runtime's own kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graphs import Feeds, check, ops, random_feeds
 from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
-from sanitize.passes import lower_group_query_attention, lower_multi_head_attention
+from sanitize.passes import lower_group_query_attention, lower_multi_head_attention, lower_packed_attention
 from sanitize.target import find_target
 
 BATCH, HEADS, SIZE = 2, 4, 16
@@ -119,6 +119,8 @@ GROUPED = {
     "softcap": (grouped(softcap=1.5), [7, 7]),
     "scale": (grouped(scale=0.3), [7, 7]),
     "bias": (grouped(scores=True), [7, 7]),
+    "positions": (grouped(positions=True), [7, 7]),
+    "positions of a prompt": (grouped(n=5, past=0, total=5, positions=True, batch=1), [4]),
     "chunk": (grouped(n=3, batch=1), [7]),
     "chunk, not full": (grouped(n=3, batch=1), [5]),
     # The kernel leaves the rows of present behind the last entry open.
@@ -136,6 +138,61 @@ def test_grouped(tmp_path: Path, name: str) -> None:
 
 def _feeds(model: onnx.ModelProto, lengths: list[int]) -> Feeds:
     return random_feeds(model) | {"lengths": np.array(lengths, np.int32)}
+
+
+def packed(
+    *,
+    bias: bool = True,
+    padding: bool = False,
+    scores: bool = False,
+    past: int = 0,
+    value: int = HIDDEN,
+    **attributes: object,
+) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    width = 2 * HIDDEN + value
+    inputs: list[Named | None] = [
+        ("x", F, [BATCH, 3, 12]), ("w", F, [12, width]), ("b", F, [width]) if bias else None,
+        ("padding", INT32, [BATCH, 3]) if padding else None,
+        ("past", F, [2, BATCH, HEADS, past, SIZE]) if past else None,
+        ("scores", F, [BATCH, HEADS, 3, 3]) if scores else None,
+    ]  # fmt: skip
+    outputs: list[Named] = [("y", F, [BATCH, 3, value])]
+    if past:
+        outputs.append(("present", F, [2, BATCH, HEADS, past + 3, SIZE]))
+    if value != HIDDEN:
+        attributes["qkv_hidden_sizes"] = [HIDDEN, HIDDEN, value]
+    node = helper.make_node(
+        "Attention", [i[0] if i else "" for i in inputs], [o[0] for o in outputs], "attn", domain="com.microsoft",
+        num_heads=HEADS, **attributes,
+    )  # fmt: skip
+    weight = numpy_helper.from_array(rng.normal(size=(12, width)).astype(np.float32), "w")
+    return model_of(node, [i for i in inputs if i and i[0] != "w"], outputs, weight)
+
+
+PACKED = {
+    "plain": packed(),
+    "no bias": packed(bias=False),
+    "padding": packed(padding=True),
+    "scores": packed(scores=True),
+    "causal": packed(unidirectional=1),
+    "scale": packed(scale=0.1),
+    "narrow values": packed(value=HEADS * 8),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(tmp_path: Path, name: str) -> None:
+    feeds = random_feeds(PACKED[name])
+    if "padding" in feeds:
+        feeds["padding"] = np.array([[1, 1, 0], [1, 1, 1]], np.int32)
+    after = check(PACKED[name], lower_packed_attention.PASS, tmp_path, changes=1, feeds=feeds)
+    assert "Attention" not in ops(after)
+
+
+def test_a_packed_past_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RingstepError, match=r"attn.*past"):
+        check(packed(past=4), lower_packed_attention.PASS, tmp_path)
 
 
 def test_what_cannot_be_lowered_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from graphs import check, ops, parse
 from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
+from sanitize import graph as graphs
 from sanitize.passes.lower_rotary_embedding import PASS
 from sanitize.target import find_target
 
@@ -58,6 +59,12 @@ def test_equals_the_kernel(tmp_path: Path, rank: int, interleaved: int, microsof
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_the_tail_passes_through(tmp_path: Path, microsoft: bool, interleaved: int) -> None:
     check(rotary(microsoft=microsoft, rank=3, rotated=4, interleaved=interleaved), PASS, tmp_path, changes=1)
+
+
+def test_an_older_opset_is_raised(tmp_path: Path) -> None:
+    model = rotary(microsoft=True, rank=3)
+    model.opset_import[0].version = 11
+    assert graphs.opset(check(model, PASS, tmp_path, changes=1)) == 13
 
 
 def test_a_cpu_keeps_it(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ MASK = ("mask", TensorProto.BOOL, [2, 1, 3, 7])
 CASES: dict[str, tuple[onnx.ModelProto, Pass]] = {
     "rotary": (rotary(microsoft=False, rank=4, positions="given"), lower_rotary_embedding.PASS),
     "rotary, interleaved": (rotary(microsoft=True, rank=3, interleaved=1, rotated=4), lower_rotary_embedding.PASS),
-    "attention": (attention(kv_heads=2, past=4, mask=MASK, is_causal=1, softcap=3.0, present=True), lower_attention.PASS),
+    "attention": (
+        attention(kv_heads=2, past=4, mask=MASK, is_causal=1, softcap=3.0, present=True),
+        lower_attention.PASS,
+    ),
     "multi-head": (multi_head(bias=True, padding=[2, 3], unidirectional=1), lower_multi_head_attention.PASS),
     "grouped, one token": (grouped(), lower_group_query_attention.PASS),
     "grouped, chunk": (grouped(n=3, batch=1, local_window_size=4), lower_group_query_attention.PASS),

@@ -24,7 +24,7 @@ def odd() -> onnx.ModelProto:
         helper.make_node("Neg", ["a b"], ["a_b"], "twice"),
         helper.make_node("Neg", ["a_b"], ["c\n'\"é"], "twice"),
         helper.make_node("Neg", ["c\n'\"é"], ["/../../etc"], "../x"),
-        helper.make_node("Add", ["/../../etc", "w\"w"], ["out:put 0"], "/model/layers.0/q-proj:1"),
+        helper.make_node("Add", ["/../../etc", 'w"w'], ["out:put 0"], "/model/layers.0/q-proj:1"),
     ]
     tensor = helper.make_tensor('w"w', onnx.TensorProto.FLOAT, [2], [1.0, 2.0])
     graph = helper.make_graph(nodes, "g", [info("in put")], [info("out:put 0")], [tensor])

@@ -12,10 +12,11 @@ from graphs import check, ops, parse, random_feeds, run
 from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
+from sanitize.casts import holds
 from sanitize.graph import every_node
 from sanitize.model_file import read_model, write_model
 from sanitize.passes import Change
-from sanitize.passes.narrow_types import PASS, holds
+from sanitize.passes.narrow_types import PASS
 from sanitize.target import find_target
 
 D = ir.DataType
@@ -222,6 +223,17 @@ def test_bools_go_through_int32_where_htp_refuses_them(tmp_path: Path, name: str
         return
     check(parse(text), PASS, folder / "htp", min_db=np.inf)
     check(parse(text), PASS, folder / "cpu", changes=0, target=find_target("xnnpack"))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16"])
+def test_small_integers_become_float_through_int32_on_htp(tmp_path: Path, kind: str) -> None:
+    body = "y = Cast<to=1>(x) i = Cast<to=6>(x) z = Cast<to=1>(i)"
+    text = f"g ({kind}[1,4] x) => (float[1,4] y, float[1,4] z) {{ {body} }}"
+    feeds = {"x": np.array([[0, 1, 100, 127]], kind)}
+    after = check(parse(text), PASS, tmp_path / "htp", feeds=feeds, changes=1, min_db=np.inf)
+    assert ops(after).count("Cast") == 4
+    after = check(parse(text), PASS, tmp_path / "cpu", feeds=feeds, target=find_target("xnnpack"), min_db=np.inf)
+    assert ops(after).count("Cast") == 2
 
 
 def test_bools_that_htp_takes_stay(tmp_path: Path) -> None:

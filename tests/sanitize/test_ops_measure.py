@@ -167,6 +167,8 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
     assert body["chip"] == "sm8750" and body["simulated"] is True and body["forms"][0]["rows"][0]["snr_db"] == 300.0
     missing = run("--op", "Sigmiod")
     assert isinstance(missing.exception, RingstepError) and "--op Sigmiod" in str(missing.exception)
+    astray = run("--op", "Neg", "--out", tmp_path / "none" / "t.json")
+    assert isinstance(astray.exception, RingstepError) and "its folder does not exist" in str(astray.exception)
     wrong = run("--op", "Neg", "--plot", tmp_path / "p.pdf")
     assert isinstance(wrong.exception, RingstepError) and ".svg or .png" in str(wrong.exception)
 

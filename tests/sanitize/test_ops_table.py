@@ -149,3 +149,13 @@ def test_what_the_accurate_forms_rest_on(chip: str) -> None:
     for good, bad, low, high, gain in better:
         assert (fp16.snr_db(good, low, high) or 0.0) > (fp16.snr_db(bad, low, high) or 0.0) + gain, good
     assert (a16.snr_db("MatMul/dynamic-int16", -4.0, 4.0) or 0.0) > (a16.snr_db("MatMul/dynamic", -4.0, 4.0) or 0) + 20
+
+
+def test_where_the_chips_differ() -> None:
+    """The docs say that three of them do not, and where sm8850 does."""
+    forms = {(chip, p): load(chip, p).forms for chip in CHIPS for p in ("fp16", "a16")}
+    for precision in ("fp16", "a16"):
+        assert forms["sm8550", precision] == forms["sm8650", precision] == forms["sm8750", precision]
+    assert forms["sm8850", "a16"] == forms["sm8750", "a16"]
+    other = {name for name, form in forms["sm8850", "fp16"].items() if form != forms["sm8750", "fp16"][name]}
+    assert other == {"LogSoftmax/native", "Erf/tanh", "QuickGelu/abs"}

@@ -15,11 +15,11 @@ import pytest
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from sanitize.model_file import read_model, write_model
-from sanitize.passes import common_subexpressions, dead, duplicates, fold, names, noop, transposed
+from sanitize.passes import common_subexpressions, dead, duplicates, fold, names, noop, reshape_pairs, transposed
 from sanitize.pipeline import sanitize
 from sanitize.target import find_target
 
-PASSES = [p.PASS for p in (fold, noop, common_subexpressions, duplicates, transposed, dead, names)]
+PASSES = [p.PASS for p in (fold, noop, reshape_pairs, common_subexpressions, duplicates, transposed, dead, names)]
 TARGET = find_target("qnn-htp")
 SMALL = 1200  # nodes
 make = helper.make_node

@@ -28,7 +28,8 @@ def model(text: str, **weights: np.ndarray) -> onnx.ModelProto:
 def tied(rank2: bool, head: np.ndarray = TABLE.T) -> onnx.ModelProto:
     dims = "7" if rank2 else "1,7"
     return model(
-        f"g (int64[{dims}] ids) => (float[{dims},{WORDS}] y) {{ x = Gather(table, ids) a = Tanh(x) y = MatMul(a, head) }}",
+        f"g (int64[{dims}] ids) => (float[{dims},{WORDS}] y) {{"
+        " x = Gather(table, ids) a = Tanh(x) y = MatMul(a, head) }",
         table=TABLE, head=head,
     )  # fmt: skip
 
@@ -73,8 +74,10 @@ def test_transpose_of_a_weight(tmp_path: Path) -> None:
 
 
 def test_other_users_keep_the_copy(tmp_path: Path) -> None:
-    text = f"g (float[3,{WIDTH}] x) => (float[3,{WORDS}] y, float[{WIDTH},{WORDS}] z) {{ y = MatMul(x, head) z = Neg(head)"
-    both = model(text + f" n = Neg(table) }}", table=TABLE, head=TABLE.T)
+    text = (
+        f"g (float[3,{WIDTH}] x) => (float[3,{WORDS}] y, float[{WIDTH},{WORDS}] z) {{ y = MatMul(x, head) z = Neg(head)"
+    )
+    both = model(text + " n = Neg(table) }", table=TABLE, head=TABLE.T)
     check(both, PASS, tmp_path, changes=0)
 
 
