@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests" / "sanitize"))
 import corpus
 
 OUT = BUILD / "bench" / "sanitize"
-OURS = "ringstep"
+OURS, PLAIN = "ringstep", "native"
 CHIP = "sm8750"
 SIZES = corpus.SIZES | dict(vocab_size=8192, hidden_size=256, intermediate_size=768, num_hidden_layers=12)
 
@@ -36,6 +35,7 @@ def commands() -> dict[str, list[str | Path]]:
     ringstep = Path(sys.executable).parent / "ringstep"
     return {
         OURS: [ringstep, "-q", "sanitize", "--target", "qnn-htp", "--chip", CHIP, "-o"],
+        PLAIN: [ringstep, "-q", "sanitize", "--target", "qnn-htp", "--chip", CHIP, "--skip", "accurate-*", "-o"],
         "onnxslim": [peers.env("onnxslim") / "bin" / "onnxslim"],
         "onnxsim": [peers.env("onnxsim") / "bin" / "onnxsim"],
     }
@@ -44,7 +44,7 @@ def commands() -> dict[str, list[str | Path]]:
 def command(tool: str, source: Path, out: Path) -> list[str | Path]:
     """The whole command; ours takes the result first."""
     base = commands()[tool]
-    return [*base, out, source] if tool == OURS else [*base, source, out]
+    return [*base, out, source] if tool in (OURS, PLAIN) else [*base, source, out]
 
 
 def models() -> list[Path]:
@@ -65,24 +65,11 @@ def refused(path: Path) -> dict[str, int]:
     try:
         with child.Worker(f"{path.name}: asking the compiler", explain=qnn.explain) as worker:
             soc_model = find_device(CHIP).chip.soc_model
-            counts: dict[str, int] = worker.call(_refused, path, soc_model, timeout_s=600).value
+            counts: dict[str, int] = worker.call(qnn.refused_ops, path, soc_model, timeout_s=600).value
             return counts
     except RingstepError as error:
         console.warn(str(error))
         return {"cannot be opened": 1}
-
-
-def _refused(path: Path, soc_model: int) -> dict[str, int]:
-    """Runs in the child: a session in which the CPU takes what HTP does not."""
-    import onnxruntime as ort
-
-    options = qnn.session_options(soc_model=soc_model, fp16=True)
-    options.add_session_config_entry("session.disable_cpu_ep_fallback", "0")
-    # Without the runtime's own rewrites: what a converter would see.
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(str(path), options)
-    graphs = session.get_provider_graph_assignment_info()
-    return dict(Counter(n.op_type for g in graphs if g.ep_name != qnn.PROVIDER for n in g.get_nodes()))
 
 
 def nodes(path: Path) -> int:
@@ -125,24 +112,28 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print a row a model and the medians."""
-    by_model: dict[str, dict[str, Any]] = {}
+    """Print a row a model, then the medians."""
+    found: dict[str, dict[str, Any]] = {}
     for row in result["rows"]:
-        by_model.setdefault(row["model"], {})[row["tool"]] = row
+        found.setdefault(row["model"], {})[row["tool"]] = row
     tools = list(commands())
     table = []
-    for model, found in by_model.items():
-        before = sum(result["refused_before"][model].values())
-        cells = [model, f"{found[OURS]['nodes_before']} ({before})"]
-        cells += [f"{found[t]['nodes']} ({sum(found[t]['refused'].values())})" for t in tools]
-        table.append([*cells, *(f"{found[t]['seconds']:.2f}" for t in tools)])
-    title = f"nodes (of which HTP refuses), seconds: medians of {result['rounds']} rounds, {CHIP}"
-    console.table(title, ["model", "before", *tools, *(f"{t} s" for t in tools)], table)
-    for tool in tools[1:]:
-        rows = [found[tool] for found in by_model.values()]
-        seconds = statistics.median(row["seconds_ratio"] for row in rows)
-        memory = statistics.median(row["anon_ratio"] for row in rows)
-        print(f"ours / {tool}: {seconds:.2f} of the seconds, {memory:.2f} of the peak RssAnon")
+    for model, by_tool in found.items():
+        counts = [(by_tool[OURS]["nodes_before"], result["refused_before"][model])]
+        counts += [(by_tool[tool]["nodes"], by_tool[tool]["refused"]) for tool in tools]
+        table.append([model, *(f"{total} ({sum(refused.values())})" for total, refused in counts)])
+    console.table(f"nodes (of which HTP refuses), {CHIP}", ["model", "before", *tools], table)
+    print()
+    table = []
+    for tool in tools:
+        rows = [by_tool[tool] for by_tool in found.values()]
+        middle = lambda key, rows=rows: statistics.median(row[key] for row in rows)
+        table.append((tool, f"{middle('seconds'):.2f}", f"{middle('seconds_ratio'):.2f}",
+                      console.human_bytes(middle("anon_bytes")), f"{middle('anon_ratio'):.2f}",
+                      console.human_bytes(middle("max_rss_bytes"))))  # fmt: skip
+    title = f"medians over models and {result['rounds']} rounds; ratio: ringstep's / the tool's"
+    console.table(title, ["tool", "seconds", "ratio", "RssAnon", "ratio", "max RSS"], table)
+    print("native: ringstep with --skip 'accurate-*', which writes no operator out for accuracy")
 
 
 def main() -> None:

@@ -91,6 +91,21 @@ def assigned_ops(session: ort.InferenceSession) -> dict[str, int]:
     return dict(Counter(node.op_type for graph in graphs for node in graph.get_nodes()))
 
 
+def refused_ops(model: Path, soc_model: int) -> dict[str, int]:
+    """Count the nodes of an ONNX file that HTP leaves to the CPU, by type, without ONNX Runtime's own rewrites.
+
+    Float32 is computed in fp16. For a child process; raises what ONNX Runtime raises.
+    """
+    import onnxruntime as ort
+
+    options = session_options(soc_model=soc_model, fp16=True)
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "0")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(str(model), options)
+    graphs = [graph for graph in session.get_provider_graph_assignment_info() if graph.ep_name != PROVIDER]
+    return dict(Counter(node.op_type for graph in graphs for node in graph.get_nodes()))
+
+
 def explain(log: str) -> str:
     """Find the cause in the log of a session that failed; "" if there is none."""
     lines = [line for line in log.splitlines() if "Unsupported nodes in QNN EP" in line]
