@@ -85,7 +85,7 @@ def sparse_model(folder: Path, gib: float) -> Path:
 
 @pytest.mark.parametrize(
     ("gib", "chip", "parts"),
-    [(3.9, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (7.2, "sm8650", None), (7.5, "sm8650", 2)],
+    [(3.7, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (6.8, "sm8650", None), (7.2, "sm8650", 2)],
 )
 def test_graph_memory_counts_halves(tmp_path: Path, gib: float, chip: str, parts: int | None) -> None:
     found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", chip))
