@@ -170,7 +170,6 @@ PAIRS: dict[str, Pair] = {
     "inaccurate-operator": Pair(
         ("(float[1,8] x) => (float[1,8] y) { c = Clip(x, l, h) y = Sigmoid(c) }", {"l": F32(-8), "h": F32(-4)}),
         ("(float[1,8] x) => (float[1,8] y) { c = Clip(x, l, h) y = Sigmoid(c) }", {"l": F32(2), "h": F32(8)}),
-        chip="sm8750",
     ),
     "cache-unpaired": Pair(
         ("(float[2,8] past_key_0, float[2,8] past_value_0) => (float[2,8] present_key_0, float[2,8] y)"

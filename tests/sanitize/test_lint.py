@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, save
+from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, quantised, save
 from onnx import TensorProto, helper
 
 from ringstep import console
@@ -85,7 +85,7 @@ def sparse_model(folder: Path, gib: float) -> Path:
 
 @pytest.mark.parametrize(
     ("gib", "chip", "parts"),
-    [(3.9, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (7.2, "sm8650", None), (7.5, "sm8650", 2)],
+    [(3.7, "sm8450", None), (4.1, "sm8450", 2), (8.5, "sm8450", 3), (6.8, "sm8650", None), (7.2, "sm8650", 2)],
 )
 def test_graph_memory_counts_halves(tmp_path: Path, gib: float, chip: str, parts: int | None) -> None:
     found = lint_file(sparse_model(tmp_path, gib), find_target("qnn-htp", chip))
@@ -233,3 +233,22 @@ def test_erf_is_taken_in_a_gelu_alone(tmp_path: Path) -> None:
     constants = {"r": F32(2**0.5), "o": F32(1), "h": F32(0.5)}
     assert {f.rule for f in findings((GELU, constants), tmp_path)} == {"inaccurate-operator"}
     assert "unsupported-operator" in {f.rule for f in findings((GELU, constants | {"o": F32(2)}), tmp_path)}
+
+
+@pytest.mark.parametrize(("scale", "found"), [(1 / 16384, True), (1 / 8192, False)])
+def test_log_needs_a_coarse_output_scale(scale: float, found: bool, tmp_path: Path) -> None:
+    text, constants = quantised("g = Log(f)")
+    text = text.replace("QuantizeLinear(g, s, z)", "QuantizeLinear(g, t, z)")
+    rules = {f.rule for f in findings((text, constants | {"t": F32(scale)}), tmp_path)}
+    assert ("output-encoding" in rules) == found
+
+
+@pytest.mark.parametrize(("shape", "kind", "severity"), [
+    ("1,9,2,64", "float", "error"), ("1,16,2,64", "float", "warning"), ("1,16,2,32", "float", "error"),
+    ("1,16,2,64", "float16", "error"),
+])  # fmt: skip
+def test_norm_rows_are_as_bad_as_they_were_seen(shape: str, kind: str, severity: str, tmp_path: Path) -> None:
+    size = int(shape.rsplit(",", 1)[1])
+    constants = {"w": np.ones(size, np.float16 if kind == "float16" else F32)}
+    text = f"({kind}[{shape}] x) => ({kind}[{shape}] y) {{ y = RMSNormalization(x, w) }}"
+    assert [(f.rule, f.severity) for f in findings((text, constants), tmp_path)] == [("norm-rows", severity)]

@@ -67,10 +67,10 @@ def test_survey_and_compiler_agree(chip: str, compilers: dict[str, Compiler], tm
         assert bool(errors) == (not taken or wrong), (name, dtype, errors)
 
 
-@pytest.mark.parametrize(("one", "verdict"), [(1, "taken"), (2, "refused")])
+@pytest.mark.parametrize(("one", "verdict"), [(1, "taken"), (2, "wrong")])
 def test_erf_is_taken_in_a_gelu_alone(one: int, verdict: str, compilers: dict[str, Compiler]) -> None:
     built = probes.build(GELU, {"r": np.float32(2**0.5), "o": np.float32(one), "h": np.float32(0.5)})
-    assert probes.verdict(compilers["sm8650"].attempt(built, fp16=True)) == verdict
+    assert probes.verdict(compilers["sm8650"].attempt(built, fp16=True)).split()[0] == verdict
 
 
 def test_the_crash_is_a_finding(tmp_path: Path) -> None:
