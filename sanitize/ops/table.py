@@ -101,7 +101,9 @@ class OpTable:
         one nearest to `size`, None: all. Empty for a form that was not measured or was refused.
         """
         rows: Iterable[Row] = self.forms[form].rows if form in self.forms else ()
-        rows = [row for row in rows if row.low <= high and row.high >= low]
+        # An interval that only touches low..high says nothing of what lies within.
+        touches = lambda row: row.high == low or row.low == high
+        rows = [row for row in rows if row.low <= high and row.high >= low and (low == high or not touches(row))]
         if size is not None and rows:
             ratio = lambda row: max(row.size / max(size, 1), size / max(row.size, 1))
             best = min(map(ratio, rows))

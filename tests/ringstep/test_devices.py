@@ -41,7 +41,8 @@ def test_chips_are_what_the_compiler_takes(chip: str, soc_model: int, arch: int,
 def test_abilities_follow_the_architecture() -> None:
     for device in load_devices().values():
         chip = device.chip
-        assert chip.fp16 == chip.float_io == chip.layernorm_16x16 == chip.lpbq == (chip.arch >= 69), chip.name
+        assert chip.fp16 == chip.float_io == chip.lpbq == (chip.arch >= 69), chip.name
+        assert chip.layernorm_16x16 == (chip.arch >= 73), chip.name
         assert chip.weight_sharing == (chip.arch >= 73), chip.name
 
 
