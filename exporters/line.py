@@ -266,19 +266,14 @@ class Line:
         def build(folder: Path) -> dict[str, Any]:
             from exporters.onnx import graph_file, traced_file
             from sanitize.command import sanitize_file
-            from sanitize.lint import lint_file, refuse_errors
-            from sanitize.target import find_target
 
             home, reports = self.job.out / "onnx", {}
             for n in self.chunks:
                 with console.progress(f"sanitizing {graph_file(n)}"):
                     report = sanitize_file(
                         home / traced_file(n), folder / "onnx" / graph_file(n), target=target, chip=chip,
-                        precision=precision, keep=home, skip=skip,
+                        precision=precision, keep=home, skip=skip, refuse=self.job.format == "qnn",
                     )  # fmt: skip
-                if self.job.format == "qnn":
-                    # A refusal is told here, before the compiler is waited for.
-                    refuse_errors(lint_file(folder / "onnx" / graph_file(n), find_target(target, chip, precision)))
                 # No times and paths: a file that differs from run to run would redo what depends on it.
                 reports[graph_file(n)] = {
                     "nodes_before": report["nodes_before"], "nodes_after": report["nodes_after"],

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from recipes.plan import Layout, Options
 
-# Exp's argument on HTP fp16: from -100 on it returns garbage, at -40 a clean 0; e^10.5 = 36316 still fits in fp16.
-EXP_LOW, EXP_HIGH = -40.0, 10.5
+# Exp's argument on HTP fp16: from -88.5 on it returns garbage, at -40 a clean 0.
+EXP_LOW = -40.0
+# logit(Phi(x)) = x (c0 + c1 x^2 + c2 x^4), fitted by what GELU errs on [-8, 8] (sanitize/ops/elementwise.py).
+GELU_LOGIT = (1.594678, 0.07433558, -0.0007548742)
 
 
 class RMSNorm(nn.Module):
@@ -28,41 +30,34 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (self.dim,), self.weight, self.eps)
 
 
-def exp_neg(x: Tensor) -> Tensor:
-    """exp(-x) with the argument kept where HTP's fp16 Exp is right."""
-    return torch.exp(torch.clamp(-x, EXP_LOW, EXP_HIGH))
-
-
 def reciprocal(x: Tensor, accurate: bool) -> Tensor:
-    """1 / x; accurate adds one Newton step, since HTP's fp16 Reciprocal and Div come out 2.8e-4 too small."""
-    inverse = torch.reciprocal(x)
-    return inverse + inverse * (1.0 - x * inverse) if accurate else inverse
+    """1 / x; accurate writes Pow, which HTP's fp16 rounds right where Reciprocal and Div come out 2.8e-4 too small."""
+    return torch.pow(x, -1.0) if accurate else torch.reciprocal(x)
 
 
-def divide(x: Tensor, by: Tensor) -> Tensor:
-    """x / by with one Newton step for HTP's fp16 Div (see reciprocal); rounds once less than x * reciprocal(by)."""
-    quotient = x / by
-    return quotient + (x - quotient * by) / by
+def twice_sigmoid(x: Tensor) -> Tensor:
+    """2 sigmoid(x) = (1 + tanh(|x| / 2)) exp(min(x, 0)): no division, and the negative tail keeps its precision."""
+    return (1.0 + torch.tanh(torch.abs(0.5 * x))) * torch.exp(torch.clamp(x, EXP_LOW, 0.0))
 
 
 def sigmoid(x: Tensor, accurate: bool) -> Tensor:
     """Sigmoid; the accurate form avoids HTP's fp16 kernel (46 % off at -8, see docs/htp-accuracy.md)."""
-    return reciprocal(1.0 + exp_neg(x), True) if accurate else torch.sigmoid(x)
+    return 0.5 * twice_sigmoid(x) if accurate else torch.sigmoid(x)
 
 
 def silu(x: Tensor, accurate: bool) -> Tensor:
     """x * sigmoid(x)."""
-    return divide(x, 1.0 + exp_neg(x)) if accurate else F.silu(x)
+    return 0.5 * x * twice_sigmoid(x) if accurate else F.silu(x)
 
 
 def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
     """GELU: `exact` (erf), `tanh`, or `sigmoid` (x * sigmoid(1.702 x), Hendrycks and Gimpel 2016).
 
-    The accurate exact form uses a least-squares fit of the normal CDF's logit (77 dB on N(0, 2)); the
+    The accurate exact form uses a least-squares fit of the normal CDF's logit where GELU errs (GELU_LOGIT); the
     accurate tanh form is an identity: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
     """
     if form == "sigmoid":
-        return divide(x, 1.0 + exp_neg(1.702 * x)) if accurate else x * torch.sigmoid(1.702 * x)
+        return 0.5 * x * twice_sigmoid(1.702 * x) if accurate else x * torch.sigmoid(1.702 * x)
     if not accurate:
         return F.gelu(x, approximate="tanh" if form == "tanh" else "none")
     # Beyond 8 the fit turns back and the square would overflow fp16; there GELU is x or 0 anyway.
@@ -71,8 +66,8 @@ def gelu(x: Tensor, form: str, accurate: bool) -> Tensor:
     if form == "tanh":
         logit = x * (1.5957691216 + 0.0713548163 * square)
     else:
-        logit = x * (1.5983974 + square * (0.0732061 - 0.00069637 * square))
-    return divide(x, 1.0 + exp_neg(logit))
+        logit = x * (GELU_LOGIT[0] + square * (GELU_LOGIT[1] + GELU_LOGIT[2] * square))
+    return 0.5 * x * twice_sigmoid(logit)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -84,16 +84,19 @@ def sanitize_file(
     inputs: Path | None = None,
     skip: Sequence[str] = (),
     extra: Sequence[str] = (),
+    refuse: bool = False,
 ) -> dict[str, Any]:
     """Sanitise `source` into `out` (None: only report what would change); returns the report.
 
     `inputs` (an .npz) is what ranges are found with, and what both models run on under `verify`. Weights
-    in files of `keep`, the folder where the result will lie, stay where they are. Raises RingstepError, and
+    in files of `keep`, the folder where the result will lie, stay where they are. With `refuse` an error of the lint
+    ends it: it is told here, before a compiler is waited for. Raises RingstepError, and
     nothing is written then.
     """
     import onnx_ir as ir
 
     from sanitize import graph as graphs
+    from sanitize.lint import lint, refuse_errors
     from sanitize.model_file import nbytes, read_model, write_model
     from sanitize.pipeline import sanitize
     from sanitize.target import find_target
@@ -112,6 +115,8 @@ def sanitize_file(
     with console.progress("passes"):
         applied = sanitize(model, goal, passes)
     after = sum(1 for _ in graphs.every_node(model))
+    if refuse:
+        refuse_errors(lint(model, goal, source))
     min_db = min((a.min_db for a in applied), default=math.inf)
     if math.isfinite(min_db) and graphs.uses(model, ir.DataType.FLOAT16):
         min_db = min(min_db, HALF_DB)
