@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-sys.path.append(sys.path.pop(0))  # this folder has a sanitize.py of its own
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this folder has a sanitize.py of its own
 import smollm2
 
 from ringstep import console
