@@ -14,7 +14,8 @@ from measure import BUILD, ROOT, run
 
 from ringstep import console
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "sanitize")]  # before this folder, which has a sanitize.py of its own
+sys.path.insert(0, str(ROOT / "tests" / "sanitize"))
+sys.path.insert(0, str(ROOT))  # before this folder, which has a sanitize.py of its own
 import test_scale
 
 OUT = BUILD / "bench" / "sanitize-scale"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,24 +32,27 @@ HALF_DB = 40.0  # passes promise for float32; two orders of rounding in float16 
 @click.option("--verify", is_flag=True, help="Run both in ONNX Runtime; write only if they agree.")
 @click.option("--inputs", type=click.Path(path_type=Path),
               help="An .npz of real inputs: rewrites happen only where their values need them.")  # fmt: skip
+@click.option("--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Fix a dynamic dim, as batch=1 (repeatable).")
 @click.option("--skip", multiple=True, metavar="PASS", help="Leave a pass out (repeatable).")
 @click.option("--with", "extra", multiple=True, metavar="LAYOUT", help="Add a layout that is off by default.")
 @as_json
 @common
 def sanitize(model: Path, target: str, chip: str | None, precision: str | None, out: Path | None,
-             in_place: bool, verify: bool, inputs: Path | None, skip: tuple[str, ...], extra: tuple[str, ...],
-             json_: bool) -> int:  # fmt: skip
+             in_place: bool, verify: bool, inputs: Path | None, dims: tuple[str, ...], skip: tuple[str, ...],
+             extra: tuple[str, ...], json_: bool) -> int:  # fmt: skip
     """Make the ONNX file MODEL fit for a target: remove what its compiler refuses and what its kernels get wrong.
 
     Without -o and --in-place it only reports what it would change.
     """
+    from sanitize.fix_dims import parse_dims
+
     if out and in_place:
         raise RingstepError("-o and --in-place: give one of them")
     if verify and not (out or in_place):
         raise RingstepError("--verify compares what is written: give -o OUT.onnx or --in-place")
     out, keep = (model, model.parent) if in_place else (out, None)
     body = sanitize_file(model, out, keep=keep, target=target, chip=chip, precision=precision, verify=verify,
-                         inputs=inputs, skip=skip, extra=extra)  # fmt: skip
+                         inputs=inputs, skip=skip, extra=extra, dims=parse_dims(dims))  # fmt: skip
     if json_:
         console.print_json(body)
     else:
@@ -84,6 +87,7 @@ def sanitize_file(
     inputs: Path | None = None,
     skip: Sequence[str] = (),
     extra: Sequence[str] = (),
+    dims: Mapping[str, int] | None = None,
     refuse: bool = False,
 ) -> dict[str, Any]:
     """Sanitise `source` into `out` (None: only report what would change); returns the report.
@@ -96,9 +100,10 @@ def sanitize_file(
     import onnx_ir as ir
 
     from sanitize import graph as graphs
+    from sanitize.fix_dims import fix_dims
     from sanitize.lint import lint, refuse_errors
     from sanitize.model_file import nbytes, read_model, write_model
-    from sanitize.pipeline import sanitize
+    from sanitize.pipeline import Applied, sanitize
     from sanitize.target import find_target
     from sanitize.verify import find_ranges, read_inputs, refuse_unlike
     from sanitize.verify import verify as run_both
@@ -108,12 +113,14 @@ def sanitize_file(
     with console.progress("reading"):
         model = read_model(source)
     feeds = read_inputs(inputs) if inputs else None
+    fixed = fix_dims(model, dims or {})
     if feeds is not None:
         with console.progress("running it on the inputs"):
             goal = dataclasses.replace(goal, ranges=find_ranges(model, source, feeds))
     before = sum(1 for _ in graphs.every_node(model))
     with console.progress("passes"):
-        applied = sanitize(model, goal, passes)
+        applied = [Applied("fix-dims", tuple(fixed), 0.0, math.inf)] if fixed else []
+        applied += sanitize(model, goal, passes)
     after = sum(1 for _ in graphs.every_node(model))
     if refuse:
         refuse_errors(lint(model, goal, source))
@@ -124,7 +131,7 @@ def sanitize_file(
 
     def check(written: Path) -> None:
         with console.progress("verifying in ONNX Runtime"):
-            compared.extend(run_both(source, written, inputs=feeds))
+            compared.extend(run_both(source, written, inputs=feeds, dims=dims))
         refuse_unlike(compared, min_db, source.name)
 
     if out is not None:

@@ -55,13 +55,15 @@ def read_inputs(path: Path) -> Feeds:
     return feeds
 
 
-def verify(before: Path, after: Path, *, inputs: Feeds | None = None, seed: int = 0) -> list[Compared]:
-    """Compare every output of two models of the same inputs, which are random unless given.
+def verify(
+    before: Path, after: Path, *, inputs: Feeds | None = None, dims: Mapping[str, int] | None = None, seed: int = 0
+) -> list[Compared]:
+    """Compare every output of two models of the same inputs, which are random unless given; `dims` sizes named dims.
 
     Raises RingstepError where one of them does not run.
     """
     with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
-        feeds = worker.call(_feeds, before.resolve(), inputs, seed, timeout_s=TIMEOUT_SECONDS).value
+        feeds = worker.call(_feeds, before.resolve(), inputs, seed, dims, timeout_s=TIMEOUT_SECONDS).value
         want = worker.call(_run, before.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
         have = worker.call(_run, after.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
     if missing := sorted(want.keys() - have.keys()):
@@ -138,7 +140,7 @@ def _session(path: Path) -> Any:
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def _feeds(path: Path, given: Feeds | None, seed: int) -> Feeds:
+def _feeds(path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] | None = None) -> Feeds:
     session = _session(path)
     wanted = {value.name: value for value in session.get_inputs()}
     if given is not None:
@@ -152,7 +154,7 @@ def _feeds(path: Path, given: Feeds | None, seed: int) -> Feeds:
     error: Exception | None = None
     # A dynamic dim may be a batch, a length or a sum of two: the first size with which the model runs is taken.
     for size in SIZES:
-        feeds = _random(wanted, size, np.random.default_rng(seed))
+        feeds = _random(wanted, size, dims or {}, np.random.default_rng(seed))
         try:
             session.run(None, feeds)
             return feeds
@@ -161,10 +163,11 @@ def _feeds(path: Path, given: Feeds | None, seed: int) -> Feeds:
     raise RingstepError(f"does not run on random inputs, give --inputs FILE.npz: {child.one_line(str(error))}")
 
 
-def _random(wanted: Mapping[str, Any], size: int, rng: np.random.Generator) -> Feeds:
+def _random(wanted: Mapping[str, Any], size: int, dims: Mapping[str, int], rng: np.random.Generator) -> Feeds:
     feeds = {}
     for name, value in wanted.items():
-        shape = [dim if isinstance(dim, int) else 1 if "batch" in str(dim) else size for dim in value.shape]
+        default = lambda dim, size=size: 1 if "batch" in str(dim) else size
+        shape = [dim if isinstance(dim, int) else dims.get(str(dim)) or default(dim) for dim in value.shape]
         kind = _kind(value)
         if kind.startswith("float"):
             feeds[name] = np.asarray(rng.normal(size=shape), kind)
