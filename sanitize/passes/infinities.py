@@ -70,7 +70,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         finite = mapped(tensor, tensor.dtype, partial(_finite, size=size, limit=limit))
         _put(value, finite, uses)
-        changes.append(Change(value.name or "", f"mask made finite: {size:g}"))
+        changes.append(Change(value.name or "", f"mask of infinities made finite, at most {size:g} in size"))
     return changes
 
 
