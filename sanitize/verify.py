@@ -121,8 +121,17 @@ def find_ranges(model: ir.Model, path: Path, inputs: Feeds | None, seed: int = 0
     finally:
         for _ in added:
             model.graph.outputs.pop()
-    ranges: dict[str, tuple[float, float]] = found
-    return ranges
+    return spans(feeds) | found
+
+
+def spans(arrays: Feeds) -> dict[str, tuple[float, float]]:
+    """The smallest and largest finite element of every float array that has one."""
+    found = {}
+    for name, array in arrays.items():
+        finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array[:0]
+        if finite.size:
+            found[name] = (float(finite.min()), float(finite.max()))
+    return found
 
 
 # What follows runs in the child.
@@ -197,10 +206,4 @@ def _run(path: Path, feeds: Feeds) -> dict[str, np.ndarray]:
 
 
 def _ranges(path: Path, feeds: Feeds, names: list[str]) -> dict[str, tuple[float, float]]:
-    found = dict(zip(names, _session(path).run(names, feeds), strict=True)) if names else {}
-    spans = {}
-    for name, array in found.items():
-        finite = array[np.isfinite(array)]
-        if finite.size:
-            spans[name] = (float(finite.min()), float(finite.max()))
-    return spans
+    return spans(dict(zip(names, _session(path).run(names, feeds), strict=True))) if names else {}
