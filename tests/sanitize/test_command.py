@@ -85,7 +85,7 @@ def test_in_place_and_again(model: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_inputs_decide_what_is_rewritten(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     index = np.array([0, 1, 0])
-    for name, x in (("near", np.full((2, 8), 0.5)), ("far", np.linspace(-8, 8, 16).reshape(2, 8))):
+    for name, x in (("near", np.linspace(2, 3, 16).reshape(2, 8)), ("far", np.linspace(-8, 8, 16).reshape(2, 8))):
         np.savez(tmp_path / f"{name}.npz", x=x.astype(np.float32), i=index)
     rewritten = {}
     for name in ("near", "far"):
