@@ -27,8 +27,8 @@ from ringstep.session import DecodeSession
 
 PLAIN_OPS = {"Add", "Concat", "Gelu", "Gemm", "MatMul", "Mul", "RMSNormalization", "Reshape", "Sigmoid", "Softmax",
              "Split", "Sub", "Transpose"}  # fmt: skip
-ACCURATE_OPS = (PLAIN_OPS - {"Gelu", "Sigmoid", "Softmax"}) | {"Clip", "Div", "Exp", "Neg", "Reciprocal", "ReduceMax",
-                                                              "ReduceSum"}  # fmt: skip
+ACCURATE_OPS = (PLAIN_OPS - {"Gelu", "Sigmoid", "Softmax"}) | {"Abs", "Clip", "Exp", "Pow", "ReduceMax", "ReduceSum",
+                                                              "Tanh"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
