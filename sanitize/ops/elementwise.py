@@ -254,5 +254,3 @@ def elementwise_forms() -> list[Form]:
         ("Exp/clip", lambda op, x: op.Exp(op.Max(x, EXP_LOW))),
     ]
     return found + [Form(n, b, np.exp, wide, elementwise(A16_NEGATIVE)) for n, b in exps]
-
-

@@ -251,9 +251,7 @@ def _evaluate(nodes: Ops, values: dict[str, Array]) -> dict[str, Array]:
     return {node.output[0]: np.asarray(a) for node, a in zip(nodes.nodes, found, strict=True)}
 
 
-def _call(
-    worker: child.Worker, soc_model: int, fp16: bool, model: bytes, feeds: dict[str, Array]
-) -> tuple[Array, int]:
+def _call(worker: child.Worker, soc_model: int, fp16: bool, model: bytes, feeds: dict[str, Array]) -> tuple[Array, int]:
     outcome = worker.call(_on_npu, model, soc_model, fp16, feeds, timeout_s=TIMEOUT_SECONDS)
     output, nodes = outcome.value
     return output, nodes

@@ -113,9 +113,7 @@ def _enter(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) -> i
     )
 
 
-def _leave(
-    node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, ir.Value], made: list[ir.Value]
-) -> None:
+def _leave(node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, ir.Value], made: list[ir.Value]) -> None:
     """Put y [1, n, 1, r] in place of the node's output, which is `shape`."""
     name = node.name or node.op_type
     assert y.shape is not None

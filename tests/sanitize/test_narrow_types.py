@@ -15,8 +15,10 @@ from ringstep.errors import RingstepError
 from sanitize.casts import holds
 from sanitize.graph import every_node
 from sanitize.model_file import read_model, write_model
+from sanitize.order import PASSES
 from sanitize.passes import Change
 from sanitize.passes.narrow_types import PASS
+from sanitize.pipeline import sanitize
 from sanitize.target import find_target
 
 D = ir.DataType
@@ -232,6 +234,9 @@ def test_small_integers_become_float_through_int32_on_htp(tmp_path: Path, kind: 
     feeds = {"x": np.array([[0, 1, 100, 127]], kind)}
     after = check(parse(text), PASS, tmp_path / "htp", feeds=feeds, changes=1, min_db=np.inf)
     assert ops(after).count("Cast") == 4
+    model, _ = narrowed(parse(text), tmp_path)
+    assert any(done.changes for done in sanitize(model, find_target("qnn-htp"), PASSES))
+    assert sum(node.op_type == "Cast" for node in model.graph) == 2  # both outputs; no other pass undoes it
     after = check(parse(text), PASS, tmp_path / "cpu", feeds=feeds, target=find_target("xnnpack"), min_db=np.inf)
     assert ops(after).count("Cast") == 2
 

@@ -110,4 +110,3 @@ def test_scalars_that_belong_there_stay(tmp_path: Path, body: str) -> None:
     output = "float[12] y" if "Gather" in body else "float y" if "Reduce" in body else "float[2,12] y"
     text = f"g (float[2,12] x) => ({output}) <int64 i = {{1}}, float low = {{0.5}}> {{ {body} }}"
     check(parse(text), PASS, tmp_path, changes=0)
-
