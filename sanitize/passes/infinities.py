@@ -22,6 +22,7 @@ saturates them to -131008, still the least value (simulated). Large constants ar
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -48,6 +49,16 @@ LOWEST = {D.FLOAT16: 65503.0, D.BFLOAT16: 3.3e38, D.FLOAT: 3.4028e38, D.DOUBLE: 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """Make masks finite and drop bounds that bound nothing, in every graph."""
     changes = _drop_bounds(model)
+    for value, uses, finite, size in masks(model, target):
+        _put(value, finite, uses)
+        changes.append(Change(value.name or "", f"mask of infinities made finite, at most {size:g} in size"))
+    return changes
+
+
+def masks(
+    model: ir.Model, target: Target
+) -> Iterator[tuple[ir.Value, list[tuple[ir.Node, int]], ir.TensorProtocol, float]]:
+    """Every constant that is a mask out of range: its uses as a mask, what it becomes, and the size put in."""
     flows = _flows(model)
     large = _mask_size(model, target)
     constants: list[ir.Value] = [v for graph in graphs.every_graph(model) for v in graph.initializers.values()]
@@ -68,10 +79,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             limit = 1e30
         if not uses or not any(_is_large(chunk, limit).any() for chunk in chunks(tensor)):
             continue
-        finite = mapped(tensor, tensor.dtype, partial(_finite, size=size, limit=limit))
-        _put(value, finite, uses)
-        changes.append(Change(value.name or "", f"mask of infinities made finite, at most {size:g} in size"))
-    return changes
+        yield value, uses, mapped(tensor, tensor.dtype, partial(_finite, size=size, limit=limit)), size
 
 
 def _mask_size(model: ir.Model, target: Target) -> float:
@@ -180,33 +188,35 @@ def _drop_bounds(model: ir.Model) -> list[Change]:
     for node in graphs.every_node(model):
         if node.op_type not in ("Clip", "Max", "Min") or node.domain not in ("", "ai.onnx"):
             continue
-        source = node.inputs[0]
-        dropped = False
-        if node.op_type == "Clip":
-            for index, sign in ((1, -1), (2, 1)):
-                if index < len(node.inputs) and _bounds_nothing(node.inputs[index], sign):
-                    node.replace_input_with(index, None)
-                    dropped = True
-            empty = dropped and all(value is None for value in node.inputs[1:])
-        elif len(node.inputs) == 2:
-            sign = -1 if node.op_type == "Max" else 1
-            for index in (0, 1):
-                kept, bound = node.inputs[1 - index], node.inputs[index]
-                if kept is not None and bound is not None and _bounds_nothing(bound, sign) and _covers(kept, bound):
-                    source, dropped, empty = kept, True, True
-                    break
-        if not dropped:
+        idle = [index for index in range(len(node.inputs)) if bounds_nothing(node, index)]
+        if not idle:
             continue
         changes.append(Change(node.name or node.op_type, "a bound that bounds nothing dropped"))
-        if empty and source is not None:
-            graphs.replace(node.outputs[0], source)
+        kept = node.inputs[0]
+        if node.op_type == "Clip":
+            for index in idle:
+                node.replace_input_with(index, None)
+        else:
+            kept = node.inputs[1 - idle[0]]
+        if kept is not None and (node.op_type != "Clip" or all(value is None for value in node.inputs[1:])):
+            graphs.replace(node.outputs[0], kept)
             graphs.remove(node)
     return changes
 
 
-def _bounds_nothing(value: ir.Value | None, sign: int) -> bool:
+def bounds_nothing(node: ir.Node, index: int) -> bool:
+    """Whether an input of Clip, Max or Min is a bound that no finite number passes."""
+    value = node.inputs[index]
+    if node.op_type == "Clip":
+        sign = (0, -1, 1)[index]
+    elif node.op_type in ("Max", "Min") and len(node.inputs) == 2:
+        kept = node.inputs[1 - index]
+        covered = kept is not None and value is not None and _covers(kept, value)
+        sign = (-1 if node.op_type == "Max" else 1) if covered else 0
+    else:
+        return False
     number = graphs.scalar(value)
-    if number is None or value is None or value.dtype not in LOWEST:
+    if not sign or number is None or value is None or value.dtype not in LOWEST:
         return False
     return number * sign >= LOWEST[value.dtype]
 

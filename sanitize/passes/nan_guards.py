@@ -35,24 +35,31 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     """Remove the guards of every graph; the test that is left without a reader goes too."""
     changes = []
     for node in graphs.every_node(model):
-        if node.op_type != "IsNaN" or node.domain not in ("", "ai.onnx"):
-            continue
-        tested = node.inputs[0]
-        if tested is None or may_be_nan(_root(tested), target):
-            continue
-        for where, branch in _guards(node.outputs[0]):
-            guarded, other = where.inputs[branch], where.inputs[3 - branch]
-            if guarded is None or other is None or _root(guarded) is not _root(tested):
-                continue
-            if not _keeps_shape(where.outputs[0], guarded, other):
-                continue
+        for where, guarded in guards(node, target):
             changes.append(Change(where.name or node.name or "Where", "NaN guard removed"))
             graphs.replace(where.outputs[0], guarded)
             _remove_unused(where)
     return changes
 
 
-def _guards(test: ir.Value) -> list[tuple[ir.Node, int]]:
+def guards(node: ir.Node, target: Target) -> list[tuple[ir.Node, ir.Value]]:
+    """The Where nodes that an IsNaN decides for nothing, each with the value that it guards; none for other nodes."""
+    if node.op_type != "IsNaN" or node.domain not in ("", "ai.onnx") or node.graph is None:
+        return []
+    tested = node.inputs[0]
+    if tested is None or _may_be_nan(_root(tested), target):
+        return []
+    found = []
+    for where, branch in _decided(node.outputs[0]):
+        guarded, other = where.inputs[branch], where.inputs[3 - branch]
+        if guarded is None or other is None or _root(guarded) is not _root(tested):
+            continue
+        if _keeps_shape(where.outputs[0], guarded, other):
+            found.append((where, guarded))
+    return found
+
+
+def _decided(test: ir.Value) -> list[tuple[ir.Node, int]]:
     """The Where nodes that this test decides, with the branch taken where nothing is NaN."""
     found, todo = [], [(test, 2)]
     while todo:
@@ -78,7 +85,7 @@ def _root(value: ir.Value) -> ir.Value:
     return value
 
 
-def may_be_nan(value: ir.Value, target: Target) -> bool:
+def _may_be_nan(value: ir.Value, target: Target) -> bool:
     """Whether a value can be NaN without a mask of -inf: it is made of a function with poles, or the caller's."""
     todo, seen = [value], {value}
     while todo and len(seen) < LOOK_BACK:
