@@ -49,7 +49,7 @@ def lint(model: ir.Model, target: Target, path: Path | None = None) -> list[Find
             hit.what,
             rule.why,
             hit.fix or rule.fix,
-            hit.fixed_by or rule.fixed_by,
+            rule.fixed_by if hit.fixed_by is None else hit.fixed_by or None,
         )
         for rule in RULES
         if target.name in rule.targets

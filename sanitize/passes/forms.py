@@ -74,8 +74,8 @@ def swap(node: ir.Node, new: ir.Value) -> None:
 
 
 def floating(value: ir.Value | None) -> bool:
-    """Whether a value is float32 or float16: what the forms are for."""
-    return value is not None and value.dtype in FLOATS
+    """Whether a value is float32 or float16, and no quantised tensor's: what the forms are for."""
+    return value is not None and value.dtype in FLOATS and graphs.made_by(value, "DequantizeLinear") is None
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,8 @@ def _made_within(value: ir.Value, target: Target, depth: int, known: dict[ir.Val
         return EVERYTHING
     inner = lambda index: _span(node.inputs[index], target, depth - 1, known)
     match node.op_type:
+        case "DequantizeLinear":
+            return _encoded(node)
         case "Abs" | "Relu" | "Sqrt" | "ReduceSumSquare" | "ReduceL2" | "Softplus":
             return 0.0, math.inf
         case "Sigmoid" | "Softmax" | "HardSigmoid":
@@ -247,6 +249,16 @@ def _made_within(value: ir.Value, target: Target, depth: int, known: dict[ir.Val
             low, high = inner(0)
             return (0.0 if low >= 0.0 else -math.inf), (0.0 if high <= 0.0 else math.inf)
     return EVERYTHING
+
+
+def _encoded(node: ir.Node) -> Span:
+    """The range of a quantised tensor's encoding."""
+    data, scale = node.inputs[0], graphs.scalar(node.inputs[1])
+    zero = graphs.scalar(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else 0.0
+    if data is None or data.dtype is None or scale is None or zero is None:
+        return EVERYTHING
+    low = -(1 << (data.dtype.bitwidth - 1)) if data.dtype.is_signed() else 0
+    return (low - zero) * scale, (low + (1 << data.dtype.bitwidth) - 1 - zero) * scale
 
 
 def _of(value: ir.Value | None, op: str, first: ir.Value | None) -> bool:

@@ -33,13 +33,10 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     for node in graphs.every_node(model):
         if node.domain not in ("", "ai.onnx"):
             continue
-        reduction = node.op_type.startswith("Reduce")
-        for index in (1,) if reduction else LISTS.get(node.op_type, ()):
-            value = node.inputs[index] if index < len(node.inputs) else None
-            if value is not None and value.shape is not None and len(value.shape) == 0:
-                node.replace_input_with(index, _list_of(value, node, promoted))
-                changes.append(Change(node.name or node.op_type, f"rank-0 {value.name} made rank 1"))
-        if reduction or node.op_type in LISTS:
+        for index, value in scalars(node).items():
+            node.replace_input_with(index, _list_of(value, node, promoted))
+            changes.append(Change(node.name or node.op_type, f"rank-0 {value.name} made rank 1"))
+        if node.op_type.startswith("Reduce") or node.op_type in LISTS:
             for name in ATTRIBUTES:
                 found = node.attributes.get(name)
                 if found is not None and found.type == ir.AttributeType.INT and not found.is_ref():
@@ -50,6 +47,15 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     if changes:
         graphs.infer_types(model)
     return changes
+
+
+def scalars(node: ir.Node) -> dict[int, ir.Value]:
+    """The inputs of a node that are scalars where a list belongs, by index."""
+    if node.domain not in ("", "ai.onnx"):
+        return {}
+    lists = (1,) if node.op_type.startswith("Reduce") else LISTS.get(node.op_type, ())
+    inputs = {index: node.inputs[index] for index in lists if index < len(node.inputs)}
+    return {index: value for index, value in inputs.items() if value is not None and graphs.dims(value) == ()}
 
 
 def _list_of(value: ir.Value, node: ir.Node, promoted: Promoted) -> ir.Value:

@@ -40,7 +40,7 @@ RULES = (
     Rule(
         "norm-rows", "error", HTP, "RMSNormalization over more than 8 rows",
         "HTP's kernel returns garbage rows, without an error, when the third dim from the end exceeds 8.",
-        "reshape to [rows, size] around it", None, operators.norm_rows,
+        "reshape to [rows, size] around it", "fuse-rms-norm", operators.norm_rows,
     ),
     Rule(
         "output-encoding", "error", HTP, "a 16-bit Sigmoid, Tanh or Log in an encoding that its kernel cannot write",
@@ -74,7 +74,7 @@ RULES = (
         "rank-0", "note", HTP, "scalars of rank 0",
         "This compiler takes them, as the observations say; converters of older SDKs do not, and hosts disagree on how "
         "to feed them.",
-        "give it the shape [1]", "rank0", shapes.scalars,
+        "give it the shape [1]", None, shapes.scalars,
     ),
     Rule(
         "rank-0-axes", "error", ALL, "axes given as a scalar",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -10,19 +11,26 @@ import onnx_ir as ir
 from ringstep.errors import RingstepError
 from sanitize import graph as graphs
 from sanitize.ops import table
+from sanitize.passes import forms
 from sanitize.rules.operators import FLOATS, dequantised, gelu_input
 from sanitize.rules.subject import Hit, Subject
 
-Range = tuple[float, float]
-# Operator -> its form in the tables, the pass that writes a better one.
-FORMS: dict[str, tuple[str, str | None]] = {
-    "Sigmoid": ("Sigmoid/native", "accurate-sigmoid"), "Swish": ("SiLU/swish", "accurate-sigmoid"),
-    "Gelu": ("Gelu/native", "accurate-gelu"), "Softmax": ("Softmax/native", "accurate-softmax"),
-    "LogSoftmax": ("LogSoftmax/native", "accurate-softmax"), "Exp": ("Exp/native", "accurate-exp"),
-    "Softplus": ("Softplus/native", None), "Mish": ("Mish/native", None), "Sin": ("Sin/native", None),
-    "Cos": ("Cos/native", None), "Tanh": ("Tanh", None), "HardSwish": ("HardSwish/native", None),
-    "Elu": ("Elu/native", None), "Reciprocal": ("Reciprocal/native", "accurate-divide"),
+# Operator -> its form in the tables; the form that a pass writes, and which pass.
+FORMS: dict[str, tuple[str, str, str]] = {
+    "Sigmoid": ("Sigmoid/native", "Sigmoid/tanh-abs", "accurate-sigmoid"),
+    "Swish": ("SiLU/swish", "SiLU/tanh-abs", "accurate-sigmoid"),
+    "Gelu": ("Gelu/native", "Gelu/relu5", "accurate-gelu"),
+    "Softmax": ("Softmax/native", "Softmax/pow", "accurate-softmax"),
+    "LogSoftmax": ("LogSoftmax/native", "LogSoftmax/explicit", "accurate-softmax"),
+    "Exp": ("Exp/native", "Exp/clip", "accurate-exp"),
+    "Reciprocal": ("Reciprocal/native", "Reciprocal/pow", "accurate-divide"),
+    "Softplus": ("Softplus/native", "Softplus/fit", "accurate-softplus"),
+    "Mish": ("Mish/native", "Mish/fit", "accurate-softplus"),
+    "Elu": ("Elu/native", "Elu/exp", "accurate-softplus"),
+    "Sin": ("Sin/native", "", ""), "Cos": ("Cos/native", "", ""), "Tanh": ("Tanh", "", ""),
+    "HardSwish": ("HardSwish/native", "", ""),
 }  # fmt: skip
+TANH_GELU = ("GeluTanh/native", "GeluTanh/abs", "accurate-gelu")
 POOR_DB = 55.0
 LOSS_DB = 10.0  # below correct rounding: a form whose best is poor is not the kernel's fault
 TYPICAL = (-7.9, 7.9)  # where nothing is known of a range
@@ -36,15 +44,18 @@ def poor(subject: Subject) -> Iterator[Hit]:
         data = gelu_input(place.node) if place.node.op_type == "Erf" else place.node.inputs[0]
         if data is None:
             continue
-        form, fixed_by = FORMS[op]
-        if op == "Gelu" and graphs.attribute(place.node, "approximate", "none") == "tanh":
-            form = "GeluTanh/native"
+        by_tanh = op == "Gelu" and graphs.attribute(place.node, "approximate", "none") == "tanh"
+        form, better, fixed_by = TANH_GELU if by_tanh else FORMS[op]
         precision = _precision(subject, place.node)
         measured = _table(subject, precision) if precision else None
-        if measured is None:
+        if measured is None or precision is None:
             continue
-        span = input_range(subject, data)
-        low, high = span or TYPICAL
+        span = forms.span(data, subject.target)
+        low, high = max(span[0], TYPICAL[0]), min(span[1], TYPICAL[1])
+        if known := all(map(math.isfinite, span)):
+            low, high = span
+        elif low > high:
+            continue
         dims = graphs.dims(data)
         size = dims[-1] if dims and op.endswith("Softmax") else None
         rows = [r for r in measured.overlapping(form, low, high, size) if r.snr_db < POOR_DB and r.loss_db > LOSS_DB]
@@ -52,9 +63,12 @@ def poor(subject: Subject) -> Iterator[Hit]:
             row = max(rows, key=lambda r: r.loss_db)
             where = f"between {max(low, row.low):.3g} and {min(high, row.high):.3g}"
             what = f"{op} in {precision} reaches {max(row.snr_db, 0):.0f} dB {where} (simulated)"
-            if span is None:
+            if not known:
                 what += "; its range is not known"
-            yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity=None if span else "note")
+            target = dataclasses.replace(subject.target, precision=precision)
+            if not forms.floating(data) or not better or not forms.gain(target, form, better, span, size):
+                fixed_by = ""
+            yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity=None if known else "note")
     yield from _squares(subject)
 
 
@@ -65,10 +79,11 @@ def _squares(subject: Subject) -> Iterator[Hit]:
         square = a is b if place.node.op_type == "Mul" else graphs.scalar(b) == 2
         if not square or _precision(subject, place.node) != "fp16":
             continue
-        span = input_range(subject, a)
-        if span and max(map(abs, span)) > LARGEST_ROOT:
-            what = f"the square of values up to {max(map(abs, span)):.4g} overflows in fp16"
-            yield Hit(place.name, what, place.where, fixed_by="accurate-square")
+        largest = max(map(abs, forms.span(a, subject.target)))
+        if LARGEST_ROOT < largest < math.inf:
+            what = f"the square of values up to {largest:.4g} overflows in fp16"
+            in_norm = any(user.op_type == "ReduceMean" for user in graphs.users(place.node.outputs[0]))
+            yield Hit(place.name, what, place.where, fixed_by="accurate-square" if in_norm else "")
 
 
 def _precision(subject: Subject, node: ir.Node) -> str | None:
@@ -87,27 +102,3 @@ def _table(subject: Subject, precision: str) -> table.OpTable | None:
         return table.load(subject.target.chip.name, precision)
     except RingstepError:
         return None  # nothing was measured
-
-
-def input_range(subject: Subject, value: ir.Value | None) -> Range | None:
-    """The smallest and largest element that a value can take: as calibrated, by its encoding, or behind a Clip."""
-    if value is None:
-        return None
-    seen = subject.target.ranges.get(str(value.name))
-    if seen is not None:
-        return seen
-    node = value.producer()
-    if node is None:
-        return None
-    if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].dtype is not None:
-        scale = graphs.scalar(node.inputs[1])
-        zero = graphs.scalar(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else 0.0
-        bits = node.inputs[0].dtype.bitwidth
-        low = 0 if node.inputs[0].dtype.name.startswith("U") else -(1 << (bits - 1))
-        if scale is not None and zero is not None:
-            return (low - zero) * scale, (low + (1 << bits) - 1 - zero) * scale
-    if node.op_type == "Clip":
-        bounds = [graphs.scalar(v) if v is not None else None for v in (*node.inputs[1:3], None, None)[:2]]
-        if None not in bounds and all(math.isfinite(b) for b in bounds if b is not None):
-            return bounds[0], bounds[1]  # type: ignore[return-value]
-    return None

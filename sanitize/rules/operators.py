@@ -9,13 +9,17 @@ import onnx
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize.casts import BOOL_DATA
+from sanitize.passes import nan_guards as nan_guards_pass
+from sanitize.passes.fuse_gelu import find_gelu
+from sanitize.passes.fuse_rms_norm import on_last
 from sanitize.rules.subject import ONNX, Hit, Subject, element
 from sanitize.support import load_support
 
-# The pass that replaces what a target lacks.
+# The pass that replaces what HTP lacks; see mending_pass.
 FIXED_BY = {
-    "Attention": "lower-attention", "RotaryEmbedding": "lower-rotary-embedding", "Swish": "lower-swish",
-    "LayerNormalization": "lower-layer-norm", "GatherND": "lower-gather-nd", "Erf": "fuse-gelu", "Size": "fold",
+    "Attention": "lower-attention", "RotaryEmbedding": "lower-rotary-embedding",
+    "GatherND": "lower-gather-nd", "Erf": "fuse-gelu", "Size": "fold",
     "com.microsoft.MatMulNBits": "lower-matmul-nbits",
     "com.microsoft.GroupQueryAttention": "lower-group-query-attention",
     "com.microsoft.MultiHeadAttention": "lower-multi-head-attention",
@@ -23,7 +27,7 @@ FIXED_BY = {
     "com.microsoft.SkipLayerNormalization": "lower-skip-norm",
     "com.microsoft.SkipSimplifiedLayerNormalization": "lower-skip-norm",
     "com.microsoft.FusedMatMul": "lower-fused-matmul",
-    **{f"com.microsoft.{op}": "lower-gelu" for op in ("Gelu", "BiasGelu", "FastGelu", "QuickGelu")},
+    **{f"com.microsoft.{op}": "lower-gelu" for op in ("BiasGelu", "FastGelu", "QuickGelu")},
 }  # fmt: skip
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
@@ -86,6 +90,9 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
     if kind not in entry:
         # An operator surveyed in one type, such as control flow, is judged by it.
         kind = next(iter(entry)) if len(entry) == 1 else None
+    if kind == "a16" and subject.target.precision == "a16" and not subject.quantised:
+        # Weights are still to be quantised: in 8 bits of either sign, or in 16.
+        return kind, [arch for name in ("a16", *WEIGHTS.values()) for arch in entry.get(name, [])]
     return (kind, entry[kind]) if kind else None
 
 
@@ -101,6 +108,22 @@ def gelu_input(node: ir.Node) -> ir.Value | None:
         if number is not None and abs(number / wanted - 1) < 1e-3:
             return x
     return None
+
+
+def mending_pass(subject: Subject, node: ir.Node, kind: str) -> str:
+    """The pass that takes out a node which is refused in this type, "" if none can."""
+    assert subject.target.chip is not None
+    name, arch = full_name(node), subject.target.chip.htp_arch
+    in_int32 = arch in subject.support.operators[name].get("int32", [])
+    if kind == "int64" and in_int32 and arch not in subject.support.wrong.get(f"{name} int32", []):
+        return "narrow-types"
+    if kind == "bool" and name in BOOL_DATA and name != "GatherND":
+        return "narrow-types"
+    able = {
+        "Erf": lambda: find_gelu(node) is not None,
+        "GatherND": lambda: graphs.tensor(node.inputs[1]) is not None,
+    }
+    return FIXED_BY.get(name, "") if able.get(name, lambda: True)() else ""
 
 
 def unsupported(subject: Subject) -> Iterator[Hit]:
@@ -120,11 +143,9 @@ def unsupported(subject: Subject) -> Iterator[Hit]:
         kind, _ = found
         crashes = arch in subject.support.crashes.get(f"{name} {kind}", [])
         verb = "crashes the compiler" if crashes else "is refused"
-        others = subject.support.operators[name]
-        narrow = kind == "int64" and arch in others.get("int32", [])
-        passes = "narrow-types" if narrow else FIXED_BY.get(name)
-        fix = f"{name} in int32 is taken" if narrow else None
-        yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=passes, fix=fix)
+        fixed_by = mending_pass(subject, node, kind)
+        fix = f"{name} in int32 is taken" if kind == "int64" and fixed_by == "narrow-types" else None
+        yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=fixed_by, fix=fix)
 
 
 def wrong(subject: Subject) -> Iterator[Hit]:
@@ -136,7 +157,8 @@ def wrong(subject: Subject) -> Iterator[Hit]:
             continue
         name, arch = full_name(place.node), subject.target.chip.htp_arch
         if arch in subject.support.wrong.get(f"{name} {found[0]}", []):
-            yield Hit(place.name, f"{name} in {found[0]} compiles and then computes something else", place.where)
+            what = f"{name} in {found[0]} compiles and then computes something else"
+            yield Hit(place.name, what, place.where, fixed_by=mending_pass(subject, place.node, found[0]))
 
 
 def on_cpu(subject: Subject) -> Iterator[Hit]:
@@ -146,7 +168,7 @@ def on_cpu(subject: Subject) -> Iterator[Hit]:
         name = full_name(place.node)
         entry = subject.support.operators.get(name) if subject.target.name == "ort-mobile" else _cpu_entry(name)
         if entry is None:
-            yield Hit(place.name, f"the CPU provider has no {name}", place.where, fixed_by=FIXED_BY.get(name))
+            yield Hit(place.name, f"the CPU provider has no {name}", place.where)
             continue
         if place.node.domain in ONNX and _defined(name, version) > entry["opset"]:
             what = f"{name} as opset {version} defines it has no kernel, that of opset {entry['opset']} has"
@@ -193,7 +215,8 @@ def beside_xnnpack(subject: Subject) -> Iterator[Hit]:
 def nan_guards(subject: Subject) -> Iterator[Hit]:
     """IsNaN, which exporters put around a softmax."""
     for place in subject.ops("IsNaN"):
-        yield Hit(place.name, "IsNaN is left from a guard", place.where)
+        guards = nan_guards_pass.guards(place.node, subject.target)
+        yield Hit(place.name, "IsNaN is left from a guard", place.where, fixed_by=None if guards else "")
 
 
 def norm_rows(subject: Subject) -> Iterator[Hit]:
@@ -205,7 +228,8 @@ def norm_rows(subject: Subject) -> Iterator[Hit]:
             continue
         seen = dims[-3] <= 12 or dims[-1] <= 32 or data.dtype == ir.DataType.FLOAT16
         what = f"RMSNormalization over {list(dims)}: the third dim from the end exceeds 8"
-        yield Hit(place.name, what, place.where, severity="error" if seen else "warning")
+        fixed_by = None if on_last(place.node, data) else ""
+        yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity="error" if seen else "warning")
 
 
 def output_encodings(subject: Subject) -> Iterator[Hit]:

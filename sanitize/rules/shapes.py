@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sanitize import graph as graphs
+from sanitize.passes import rank0
 from sanitize.rules.operators import full_name
 from sanitize.rules.subject import Hit, Subject
 
 MAX_RANK, SAFE_RANK = 5, 4
 DATA_SHAPED = ("NonZero", "Unique", "Compress", "NonMaxSuppression", "StringSplit")
-AXES = {"Squeeze": (1,), "Unsqueeze": (1,), "Slice": (1, 2, 3, 4), "Pad": (3,)}
-REDUCE = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
-          "ReduceLogSumExp", "ReduceSumSquare")  # fmt: skip
 
 
 def ranks(subject: Subject) -> Iterator[Hit]:
@@ -87,12 +85,10 @@ def scalars(subject: Subject) -> Iterator[Hit]:
 
 def scalar_axes(subject: Subject) -> Iterator[Hit]:
     """Axes and starts that ONNX wants as a list of one, given as a scalar."""
-    for place in subject.ops(*AXES, *REDUCE):
-        node = place.node
-        for index in AXES.get(node.op_type, (1,)):
-            value = node.inputs[index] if index < len(node.inputs) else None
-            if value is not None and graphs.dims(value) == ():
-                yield Hit(place.name, f"{node.op_type}: {value.name} is a scalar, not a list of one", place.where)
+    for place in subject.live:
+        for value in rank0.scalars(place.node).values():
+            what = f"{place.node.op_type}: {value.name} is a scalar, not a list of one"
+            yield Hit(place.name, what, place.where)
 
 
 def allowzero(subject: Subject) -> Iterator[Hit]:
@@ -105,6 +101,6 @@ def allowzero(subject: Subject) -> Iterator[Hit]:
             yield Hit(place.name, "Reshape has allowzero=1 and a shape that is computed", place.where)
         elif 0 in shape:
             yield Hit(place.name, f"Reshape has allowzero=1 and the shape {shape.tolist()}: an empty tensor",
-                      place.where, severity="error")  # fmt: skip
+                      place.where, severity="error", fixed_by="")  # fmt: skip
         else:
             yield Hit(place.name, "Reshape has allowzero=1 without a zero in its shape", place.where)

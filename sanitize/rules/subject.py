@@ -33,7 +33,7 @@ class Hit:
     fix: str | None = None
     fixed_by: str | None = None
     severity: Severity | None = None
-    """These three: where they differ from the rule's."""
+    """These three: where they differ from the rule's; `fixed_by` "": no pass fixes this one."""
 
 
 @dataclass(frozen=True)

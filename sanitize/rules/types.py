@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize.passes import infinities as infinities_pass
 from sanitize.rules.operators import FLOATS, dequantised, full_name
 from sanitize.rules.subject import Hit, Subject, element
 
@@ -22,7 +23,9 @@ def wide_io(subject: Subject) -> Iterator[Hit]:
     """int64 and bool inputs and outputs."""
     for side, value in _io(subject):
         if value.dtype in (ir.DataType.INT64, ir.DataType.BOOL):
-            yield Hit(str(value.name), f"{side} {value.name} is {element(value)}")
+            # HTP takes bools at its edge, so no pass changes what a host feeds.
+            fixed_by = "" if value.dtype == ir.DataType.BOOL else None
+            yield Hit(str(value.name), f"{side} {value.name} is {element(value)}", fixed_by=fixed_by)
 
 
 def doubles(subject: Subject) -> Iterator[Hit]:
@@ -115,17 +118,25 @@ def _bits16(value: ir.Value) -> bool:
 
 def infinities(subject: Subject) -> Iterator[Hit]:
     """Infinite constants in masks and bounds."""
+    mended = {id(value) for value, *_ in infinities_pass.masks(subject.model, subject.target)}
+    by = lambda value: None if id(value) in mended or _bounds_nothing(value) else ""
     for graph in graphs.every_graph(subject.model):
         for value in graph.initializers.values():
             if _infinite(value):
-                yield Hit(str(value.name), f"the constant {value.name} holds an infinity")
+                yield Hit(str(value.name), f"the constant {value.name} holds an infinity", fixed_by=by(value))
     for place in subject.places:
         if place.node.op_type == "Constant" and _infinite(place.node.outputs[0]):
-            yield Hit(place.name, f"the constant {place.node.outputs[0].name} holds an infinity", place.where)
+            what = f"the constant {place.node.outputs[0].name} holds an infinity"
+            yield Hit(place.name, what, place.where, fixed_by=by(place.node.outputs[0]))
         if place.node.op_type == "ConstantOfShape" and "value" in place.node.attributes:
             filling = place.node.attributes["value"].as_tensor().numpy()
             if filling.dtype.kind == "f" and np.isinf(filling).any():
-                yield Hit(place.name, "ConstantOfShape fills with an infinity", place.where)
+                what = "ConstantOfShape fills with an infinity"
+                yield Hit(place.name, what, place.where, fixed_by=by(place.node.outputs[0]))
+
+
+def _bounds_nothing(value: ir.Value) -> bool:
+    return any(infinities_pass.bounds_nothing(use.node, use.idx) for use in value.uses())
 
 
 def _infinite(value: ir.Value) -> bool:

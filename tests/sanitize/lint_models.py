@@ -108,8 +108,8 @@ PAIRS: dict[str, Pair] = {
     ),
     "output-encoding": Pair(sigmoid(0.75 / 65535, 0), sigmoid(1 / 65535, 0)),
     "nan-guard": Pair(
-        ("(float[4,8] x) => (float[4,8] y) { n = IsNaN(x) y = Where(n, o, x) }", {"o": F32([0])}),
-        ("(float[4,8] x) => (float[4,8] y) { n = Less(x, o) y = Where(n, o, x) }", {"o": F32([0])}),
+        ("(float[4,8] x) => (float[4,8] y) { s = Softmax(x) n = IsNaN(s) y = Where(n, o, s) }", {"o": F32([0])}),
+        ("(float[4,8] x) => (float[4,8] y) { s = Softmax(x) n = Less(s, o) y = Where(n, o, s) }", {"o": F32([0])}),
     ),
     "rank": Pair(unary("Neg", "1,2,3,4,8"), unary("Abs", "1,2,3,4,8")),
     "dynamic-shape": Pair(unary("Abs", "N,8"), unary("Abs", "4,8")),
@@ -141,8 +141,8 @@ PAIRS: dict[str, Pair] = {
         quantised("w = DequantizeLinear(q, t) g = MatMul(f, w)", q=np.ones((8, 8), np.int8), t=F32(0.1)), chip="sm8450",
     ),
     "infinity": Pair(
-        unary("Add", "2,4", more=", m", m=F32([0, 0, -np.inf, 0])),
-        unary("Add", "2,4", more=", m", m=F32([0, 0, -1e4, 0])),
+        ("(float[2,4] x) => (float[2,4] y) { s = Add(x, m) y = Softmax(s) }", {"m": F32([[0] * 4, [-np.inf] * 4])}),
+        ("(float[2,4] x) => (float[2,4] y) { s = Add(x, m) y = Softmax(s) }", {"m": F32([[0] * 4, [-1e4] * 4])}),
     ),
     "blocked-weights": Pair(
         ("(float[1,32] x) => (float[1,8] y)"

@@ -19,8 +19,7 @@ from sanitize import lint_docs
 from sanitize.lint import Finding, lint, lint_file
 from sanitize.lint_command import lint as command
 from sanitize.model_file import read_model
-from sanitize.order import PASSES
-from sanitize.rules import RULES, accuracy, operators, weights
+from sanitize.rules import RULES, weights
 from sanitize.support import load_support
 from sanitize.target import find_target
 
@@ -214,12 +213,6 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
 def test_docs_are_current() -> None:
     text = Path(__file__).parents[2].joinpath("docs", "lint.md").read_text("utf-8")
     assert text == lint_docs.text(), "run python -m sanitize.lint_docs > docs/lint.md"
-
-
-def test_passes_that_findings_name_exist() -> None:
-    named = {rule.fixed_by for rule in RULES if rule.fixed_by} | set(operators.FIXED_BY.values())
-    named |= {fixed_by for _, fixed_by in accuracy.FORMS.values() if fixed_by}
-    assert named <= {p.name for p in PASSES}
 
 
 def test_the_data_names_its_versions() -> None:
