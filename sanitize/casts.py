@@ -75,11 +75,10 @@ def collapse(model: ir.Model, htp: bool) -> list[Change]:
         if first is not None and source is not None and not detour and holds(source.dtype, node.inputs[0].dtype):
             node.replace_input_with(0, source)
             changes.append(Change(node.name or "Cast", "cast chain collapsed"))
-            _remove_unused(first)
+            graphs.prune(first.outputs[0])
         if node.inputs[0].dtype == node.outputs[0].dtype is not None and node.graph is not None:
             changes.append(Change(node.name or "Cast", "cast to its own type removed"))
-            graphs.replace(node.outputs[0], node.inputs[0])
-            _remove_unused(node)
+            graphs.swap(node, node.inputs[0])
     return changes
 
 
@@ -98,8 +97,3 @@ def holds(narrow: ir.DataType | None, wide: ir.DataType | None) -> bool:
     if narrow in INTEGERS and wide in INTEGERS:
         return INTEGERS[narrow][0] <= INTEGERS[wide][0] and INTEGERS[narrow][1] <= INTEGERS[wide][1]
     return False
-
-
-def _remove_unused(node: ir.Node) -> None:
-    if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
-        graphs.remove(node)

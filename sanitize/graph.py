@@ -209,6 +209,29 @@ def remove_all(nodes: Iterable[ir.Node]) -> None:
         graph.remove(members, safe=True)
 
 
+def swap(node: ir.Node, new: ir.Value) -> None:
+    """Put a new value in the place of a node's first output, and take out what then has no use."""
+    old = node.outputs[0]
+    replace(old, new)
+    prune(old)
+
+
+def prune(value: ir.Value | None) -> None:
+    """Take out a value that nothing reads, with the node that makes it, then what only that node read."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if value is None or value.uses() or value.is_graph_input() or value.is_graph_output():
+            continue
+        node = value.producer()
+        if node is None:
+            if value.is_initializer() and isinstance(value.graph, ir.Graph) and value.name:
+                del value.graph.initializers[value.name]
+        elif node.graph is not None and not any(v.uses() or v.is_graph_output() for v in node.outputs):
+            pending += dict.fromkeys(node.inputs)
+            remove(node)
+
+
 def detach(node: ir.Node) -> None:
     """Let go of all that a node reads; what its bodies read would otherwise stay in use for ever."""
     node.resize_inputs(0)

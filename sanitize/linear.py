@@ -74,16 +74,6 @@ def initializer(like: ir.Value, name: str, data: ir.TensorProtocol) -> ir.Value:
     return value
 
 
-def drop(value: ir.Value | None) -> None:
-    """Take out a constant that nothing reads any more; others stay."""
-    if value is None or value.uses() or value.is_graph_input() or value.is_graph_output():
-        return
-    if value.is_initializer() and isinstance(value.graph, ir.Graph) and value.name:
-        del value.graph.initializers[value.name]
-    elif (node := value.producer()) is not None and node.graph is not None:
-        graphs.remove(node)
-
-
 def reshaped(data: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol:
     """The same elements in another shape; those in a file stay there."""
     if isinstance(data, ir.ExternalTensor):

@@ -104,18 +104,6 @@ def closed(nodes: Iterable[ir.Node], last: ir.Node) -> bool:
     return True
 
 
-def drop(nodes: Iterable[ir.Node]) -> None:
-    """Remove those of these nodes that nothing reads any more, last ones first."""
-    left = {node for node in nodes if node.graph is not None}
-    while True:
-        dead = [n for n in left if not any(v.uses() or v.is_graph_output() for v in n.outputs)]
-        if not dead:
-            return
-        for node in dead:
-            graphs.remove(node)
-        left -= set(dead)
-
-
 def emit(before: ir.Node, op: str, *inputs: ir.Value | np.ndarray | None, **attributes: Any) -> ir.Value:
     """Add a node before another one, named after it; arrays become initializers, type and shape are inferred."""
     return emit_all(before, op, 1, *inputs, **attributes)[0]

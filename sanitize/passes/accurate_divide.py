@@ -33,7 +33,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         write = forms.Writer(node, node.outputs[0])
         inverse = write("Pow", base, power, like=by)
-        forms.swap(node, inverse if over is None else write("Mul", over, inverse))
+        graphs.swap(node, inverse if over is None else write("Mul", over, inverse))
         changes.append(Change(node.name or node.op_type, gain))
     return changes
 

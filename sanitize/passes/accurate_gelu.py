@@ -33,7 +33,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         write = forms.Writer(root, root.outputs[0])
         if root is node and len(node.inputs) > 1 and node.inputs[1] is not None:
             x = write("Add", x, node.inputs[1])
-        forms.swap(root, (forms.gelu_tanh if by_tanh else forms.gelu)(write, x))
+        graphs.swap(root, (forms.gelu_tanh if by_tanh else forms.gelu)(write, x))
         changes.append(Change(root.name or root.op_type, gain))
     return changes
 

@@ -29,7 +29,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         low, high = sorted(bound * scale for bound in forms.span(x, target))
         gain = forms.gain(target, "SiLU/native", "SiLU/tanh-abs", (low, high))
         if gain:
-            forms.swap(node, forms.silu(forms.Writer(node, node.outputs[0]), x, scale))
+            graphs.swap(node, forms.silu(forms.Writer(node, node.outputs[0]), x, scale))
             changes.append(Change(node.name or node.op_type, gain))
     for node in graphs.every_node(model):
         if node.op_type == "Sigmoid" and node.domain in ("", "ai.onnx") and forms.floating(node.inputs[0]):
@@ -37,7 +37,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             assert gate_x is not None
             gain = forms.gain(target, "Sigmoid/native", "Sigmoid/tanh-abs", forms.span(gate_x, target))
             if gain:
-                forms.swap(node, forms.sigmoid(forms.Writer(node, node.outputs[0]), gate_x))
+                graphs.swap(node, forms.sigmoid(forms.Writer(node, node.outputs[0]), gate_x))
                 changes.append(Change(node.name or node.op_type, gain))
     return changes
 

@@ -43,7 +43,7 @@ def _rewrite(model: ir.Model, target: Target, node: ir.Node, softmax: ir.Node, n
     if not gain:
         return []
     write = forms.Writer(node, node.outputs[0], graphs.opset(model))
-    forms.swap(node, (forms.softmax if form == "Softmax/pow" else forms.log_softmax)(write, x, axis))
+    graphs.swap(node, (forms.softmax if form == "Softmax/pow" else forms.log_softmax)(write, x, axis))
     return [Change(node.name or node.op_type, gain)]
 
 

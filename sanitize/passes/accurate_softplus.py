@@ -30,7 +30,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             native = f"{form.split('/')[0]}/native"
             gain = forms.gain(target, native, form, forms.span(x, target))
             if gain:
-                forms.swap(node, _form(node, x))
+                graphs.swap(node, _form(node, x))
                 changes.append(Change(name, gain))
         elif (
             node.op_type == "Mul"

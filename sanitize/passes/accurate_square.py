@@ -45,7 +45,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         what = ""
         if (norm := _norm(node)) and _overflows(norm.x, target):
-            forms.swap(node, _scaled(forms.Writer(node, node.outputs[0], opset), norm))
+            graphs.swap(node, _scaled(forms.Writer(node, node.outputs[0], opset), norm))
             what = "norm scaled by its largest element: 10 -> 68 dB where |x| reaches 1000 (simulated, sm8750)"
         elif (
             node.op_type == "ReduceL2"
@@ -57,7 +57,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             write = forms.Writer(node, x, opset)
             largest, _, unit = _unit(write, x, axis)
             total = write.reduce("ReduceSum", write("Mul", unit, unit), axis)
-            forms.swap(node, write("Mul", largest, write("Sqrt", total, like=total), like=total))
+            graphs.swap(node, write("Mul", largest, write("Sqrt", total, like=total), like=total))
             what = "ReduceL2 scaled by its largest element: its squares overflow fp16"
         if what:
             changes.append(Change(node.name or node.op_type, what))
@@ -65,7 +65,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if graphs.made_by(node.outputs[0], "Pow") and graphs.scalar(node.inputs[1]) == 2.0:
             x = node.inputs[0]
             if x is not None and forms.floating(x) and x.dtype == node.outputs[0].dtype:
-                forms.swap(node, forms.Writer(node, node.outputs[0])("Mul", x, x))
+                graphs.swap(node, forms.Writer(node, node.outputs[0])("Mul", x, x))
                 changes.append(Change(node.name or node.op_type, "Pow(x, 2) written as Mul(x, x)"))
     return changes
 

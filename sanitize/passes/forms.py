@@ -61,18 +61,6 @@ def gain(target: Target, native: str, form: str, span: Span = EVERYTHING, size: 
     return f"{function} rewritten: {before} -> {after:.1f} dB over {low}..{high} (simulated, {table.chip})"
 
 
-def swap(node: ir.Node, new: ir.Value) -> None:
-    """Put a new value in a node's place, and take out what then has no use."""
-    graphs.replace(node.outputs[0], new)
-    pending: list[ir.Node | None] = [node]
-    while pending:
-        dead = pending.pop()
-        if dead is None or dead.graph is None or any(o.uses() or o.is_graph_output() for o in dead.outputs):
-            continue
-        pending += [value.producer() for value in dead.inputs if value is not None]
-        graphs.remove(dead)
-
-
 def floating(value: ir.Value | None) -> bool:
     """Whether a value is float32 or float16, and no quantised tensor's: what the forms are for."""
     return value is not None and value.dtype in FLOATS and graphs.made_by(value, "DequantizeLinear") is None

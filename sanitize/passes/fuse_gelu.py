@@ -35,7 +35,6 @@ class Found:
 
     x: ir.Value
     form: str
-    nodes: tuple[ir.Node, ...]
     last: ir.Node
 
 
@@ -53,8 +52,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         old = gelu.last.outputs[0]
         name = gelu.last.name or gelu.last.op_type
         new = graphs.insert(gelu.last, "Gelu", [gelu.x], {"approximate": gelu.form}, name=f"{name}/Gelu", like=old)
-        graphs.replace(old, new)
-        match.drop([*gelu.nodes, gelu.last])
+        graphs.swap(gelu.last, new)
         changes.append(Change(name, f"decomposed GELU fused into Gelu (approximate={gelu.form})"))
     return changes
 
@@ -88,7 +86,7 @@ def find_gelu(curve: ir.Node) -> Found | None:
                 return None
         if x is not None and match.near(factor, 0.5, x.dtype):
             nodes += arguments
-            return Found(x, FORMS[curve.op_type], tuple(nodes), node) if match.closed(nodes, node) else None
+            return Found(x, FORMS[curve.op_type], node) if match.closed(nodes, node) else None
         nodes.append(node)
         value = node.outputs[0]
 

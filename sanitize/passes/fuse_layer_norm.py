@@ -32,7 +32,6 @@ class Found:
     eps: float
     weight: ir.Value | None
     bias: ir.Value | None
-    nodes: tuple[ir.Node, ...]
     last: ir.Node
 
 
@@ -59,8 +58,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             norm.last, "LayerNormalization", [norm.x, *vectors], {"axis": -1, "epsilon": norm.eps},
             name=f"{name}/LayerNormalization", like=old, dtype=norm.x.dtype,
         )  # fmt: skip
-        graphs.replace(old, new)
-        match.drop([norm.last, *norm.nodes])
+        graphs.swap(norm.last, new)
         changes.append(Change(name, "decomposed LayerNorm fused into LayerNormalization"))
     return changes
 
@@ -105,8 +103,7 @@ def _match(mean: ir.Node) -> Found | None:
     nodes = [node for node in dict.fromkeys(nodes) if node is not last]
     if not match.closed(nodes, last):
         return None
-    up = [node] if (node := graphs.made_by(apart.inputs[0], "Cast")) is not None else []
-    return Found(x, norm.eps, weight, bias, (*nodes, *up), last)
+    return Found(x, norm.eps, weight, bias, last)
 
 
 PASS = Pass("fuse-layer-norm", "decomposed LayerNorm to LayerNormalization", run, min_db=90.0)

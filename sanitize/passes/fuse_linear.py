@@ -29,8 +29,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if match.rank(x) != 2 or match.rank(weight) != 2 or columns is None or graphs.dims(bias) != (columns,):
             continue
         old, name = add.outputs[0], node.name or node.op_type
-        graphs.replace(old, graphs.insert(add, "Gemm", [x, weight, bias], name=f"{name}/Gemm", like=old))
-        match.drop([node, add])
+        graphs.swap(add, graphs.insert(add, "Gemm", [x, weight, bias], name=f"{name}/Gemm", like=old))
         changes.append(Change(name, "MatMul and its bias fused into Gemm"))
     return changes
 

@@ -46,9 +46,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
 
 def _fuse(norm: Norm, target: Target) -> Change:
     old, name = norm.last.outputs[0], norm.last.name or norm.last.op_type
-    graphs.replace(old, rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old))
-    casts = [graphs.made_by(step.inputs[0], "Cast") for step in (norm.steps[0], norm.steps[-1])]
-    match.drop([norm.last, *norm.steps, *(cast for cast in casts if cast is not None)])
+    graphs.swap(norm.last, rms_norm(norm.last, norm.x, norm.weight, norm.eps, target, like=old))
     return Change(name, "decomposed RMSNorm fused into RMSNormalization")
 
 
@@ -128,8 +126,7 @@ def _respell(node: ir.Node, target: Target) -> Change | None:
     if node.op_type != "RMSNormalization":
         what = f"{node.op_type} renamed to RMSNormalization"
     result = rms_norm(node, x, weight, graphs.attribute(node, "epsilon", 1e-5), target, like=old)
-    graphs.replace(old, result)
-    graphs.remove(node)
+    graphs.swap(node, result)
     return Change(node.name or node.op_type, what)
 
 

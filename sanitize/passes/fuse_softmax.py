@@ -25,15 +25,14 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     for node in graphs.every_node(model):
         if node.op_type != "ReduceSum" or (found := _match(node, graphs.opset(model))) is None:
             continue
-        x, axis, nodes, last = found
+        x, axis, last = found
         old, name = last.outputs[0], last.name or last.op_type
-        graphs.replace(old, graphs.insert(last, "Softmax", [x], {"axis": axis}, name=f"{name}/Softmax", like=old))
-        match.drop([*nodes, last])
+        graphs.swap(last, graphs.insert(last, "Softmax", [x], {"axis": axis}, name=f"{name}/Softmax", like=old))
         changes.append(Change(name, "explicit softmax fused into Softmax"))
     return changes
 
 
-def _match(total: ir.Node, opset: int) -> tuple[ir.Value, int, list[ir.Node], ir.Node] | None:
+def _match(total: ir.Node, opset: int) -> tuple[ir.Value, int, ir.Node] | None:
     exp = graphs.made_by(total.inputs[0], "Exp")
     rank = match.rank(total.inputs[0])
     axis = _axis(total, rank)
@@ -57,7 +56,7 @@ def _match(total: ir.Node, opset: int) -> tuple[ir.Value, int, list[ir.Node], ir
     if below is not None and peak is not None and peak.inputs[0] is below.inputs[0] and _axis(peak, rank) == axis:
         nodes += [below, peak]
         x = below.inputs[0]
-    return (x, axis, nodes, last) if x is not None and match.closed(nodes, last) else None
+    return (x, axis, last) if x is not None and match.closed(nodes, last) else None
 
 
 def _axis(node: ir.Node, rank: int | None) -> int | None:

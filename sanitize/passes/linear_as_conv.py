@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, drop, initializer, linear, reshaped, turned
+from sanitize.linear import Linear, initializer, linear, reshaped, turned
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -36,18 +36,15 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     entered: dict[Key, ir.Value] = {}
     left: dict[Key, ir.Value] = {}
     weights: dict[ir.Value, ir.Value] = {}
-    made: list[ir.Value] = []
     for node in graphs.every_node(model):
         if node.graph is None:  # an Add that became a bias
             continue
         found = linear(node)
         if found is not None and graphs.dims(found.x) is not None:
             changes.append(Change(node.name or node.op_type, "linear layer as 1x1 Conv"))
-            _convolve(found, entered, left, weights, made)
+            _convolve(found, entered, left, weights)
         elif node.op_type in ELEMENTWISE and node.domain == "" and left:
-            _stay(node, left, made)
-    for value in reversed(made):
-        _remove_unused(value)
+            _stay(node, left)
     return changes
 
 
@@ -56,7 +53,6 @@ def _convolve(
     entered: dict[Key, ir.Value],
     left: dict[Key, ir.Value],
     weights: dict[ir.Value, ir.Value],
-    made: list[ir.Value],
 ) -> None:
     node, name = found.node, found.node.name or found.node.op_type
     shape = graphs.dims(found.x)
@@ -71,10 +67,9 @@ def _convolve(
         conv_shape = (found.n, found.k, 1, 1)
         data = reshaped(data, conv_shape) if found.rows else turned(data, conv_shape)
         weights[found.weight] = initializer(found.weight, f"{found.weight.name}_conv", data)
-    last, old_bias, bias = node, found.bias, found.bias
+    last, bias = node, found.bias
     if bias is None and (add := _bias_add(found)) is not None:
-        last, old_bias = add
-        bias = old_bias
+        last, bias = add
     if bias is not None and graphs.dims(bias) != (found.n,):
         data = graphs.tensor(bias)
         assert data is not None
@@ -84,12 +79,7 @@ def _convolve(
         last, "Conv", [x, weights[found.weight], *([bias] if bias is not None else [])], {"kernel_shape": [1, 1]},
         name=f"{name}/Conv", like=found.x, shape=(1, found.n, 1, rows),
     )  # fmt: skip
-    _leave(last, y, (*shape[:-1], found.n), left, made)
-    if last is not node:
-        graphs.remove(last)
-    graphs.remove(node)
-    drop(found.weight)
-    drop(old_bias)
+    _leave(last, y, (*shape[:-1], found.n), left)
 
 
 def _bias_add(found: Linear) -> tuple[ir.Node, ir.Value] | None:
@@ -113,7 +103,7 @@ def _enter(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) -> i
     )
 
 
-def _leave(node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, ir.Value], made: list[ir.Value]) -> None:
+def _leave(node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, ir.Value]) -> None:
     """Put y [1, n, 1, r] in place of the node's output, which is `shape`."""
     name = node.name or node.op_type
     assert y.shape is not None
@@ -122,9 +112,8 @@ def _leave(node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, i
         shape=(1, 1, y.shape[3], y.shape[1]),
     )  # fmt: skip
     plain = _reshape(node, nhwc, shape, f"{name}/leave")
-    graphs.replace(node.outputs[0], plain)
     left[id(node.graph), plain] = y
-    made += [nhwc, plain]
+    graphs.swap(node, plain)
 
 
 def _reshape(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
@@ -132,7 +121,7 @@ def _reshape(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) ->
     return graphs.insert(before, "Reshape", [x, to], name=name, like=x, shape=shape)
 
 
-def _stay(node: ir.Node, left: dict[Key, ir.Value], made: list[ir.Value]) -> None:
+def _stay(node: ir.Node, left: dict[Key, ir.Value]) -> None:
     """Let an elementwise operator work on the convolution's layout if all it reads comes from there."""
     read = [v for v in node.inputs if v is not None and not (graphs.dims(v) is not None and _single(v))]
     inside = {v: left.get((id(node.graph), v)) for v in read}
@@ -150,23 +139,11 @@ def _stay(node: ir.Node, left: dict[Key, ir.Value], made: list[ir.Value]) -> Non
     y = graphs.insert(
         node, node.op_type, inputs, attributes, name=f"{name}/wide", like=wide, dtype=node.outputs[0].dtype
     )
-    _leave(node, y, shape, left, made)
-    graphs.remove(node)
+    _leave(node, y, shape, left)
 
 
 def _single(value: ir.Value) -> bool:
     return graphs.array(value, 1) is not None
-
-
-def _remove_unused(value: ir.Value) -> None:
-    node = value.producer()
-    if node is None or value.uses() or value.is_graph_output():
-        return
-    constants = list(node.inputs)
-    graphs.remove(node)
-    for constant in constants:
-        if graphs.tensor(constant) is not None:
-            drop(constant)
 
 
 PASS = Pass("linear-as-conv", "linear layers as 1x1 convolutions", run, min_db=100.0)

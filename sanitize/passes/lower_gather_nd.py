@@ -44,8 +44,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             new = graphs.insert(node, "Gather", [table, rows], {"axis": 0}, name=f"{name}/Gather", dtype=data.dtype,
                                 shape=final)  # fmt: skip
             what = "GatherND of constant indices is a Gather"
-        graphs.replace(output, new)
-        graphs.remove(node)
+        graphs.swap(node, new)
         changes.append(Change(name, what))
     return changes
 

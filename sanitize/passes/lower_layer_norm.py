@@ -35,8 +35,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         result = rms_norm(node, apart, weight, graphs.attribute(node, "epsilon", 1e-5), target, like=apart)
         if bias is not None:
             result = match.emit(node, "Add", result, bias)
-        graphs.replace(node.outputs[0], result)
-        graphs.remove(node)
+        graphs.swap(node, result)
         changes.append(Change(node.name or node.op_type, "LayerNormalization lowered to RMSNormalization"))
     return changes
 

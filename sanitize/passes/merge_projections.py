@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, drop, initializer, joined, linears, reshaped
+from sanitize.linear import Linear, initializer, joined, linears, reshaped
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -57,10 +57,7 @@ def _merge(members: list[Linear]) -> None:
     )  # fmt: skip
     outputs = graphs.split(node, y, [m.n for m in ordered], -1, name=f"{name}/split")
     for member, output in zip(ordered, outputs, strict=True):
-        graphs.replace(member.y, output)
-        graphs.remove(member.node)
-        drop(member.weight)
-        drop(member.bias)
+        graphs.swap(member.node, output)
 
 
 def _place(member: Linear) -> tuple[str, int]:

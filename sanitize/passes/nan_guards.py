@@ -37,8 +37,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     for node in graphs.every_node(model):
         for where, guarded in guards(node, target):
             changes.append(Change(where.name or node.name or "Where", "NaN guard removed"))
-            graphs.replace(where.outputs[0], guarded)
-            _remove_unused(where)
+            graphs.swap(where, guarded)
     return changes
 
 
@@ -141,17 +140,6 @@ def _keeps_shape(result: ir.Value, guarded: ir.Value, other: ir.Value) -> bool:
         return not small or (guarded.shape is not None and len(guarded.shape) >= len(small))
     shapes = guarded.shape, other.shape
     return shapes[0] is not None and shapes[1] is not None and shapes[0] == shapes[1]
-
-
-def _remove_unused(node: ir.Node) -> None:
-    """Take out a node that nothing reads, and with it what only it read."""
-    if node.graph is None or any(output.uses() or output.is_graph_output() for output in node.outputs):
-        return
-    sources = [value.producer() for value in node.inputs if value is not None]
-    graphs.remove(node)
-    for source in sources:
-        if source is not None and source.op_type in ("IsNaN", "Not", "Constant", *WRAPPERS):
-            _remove_unused(source)
 
 
 PASS = Pass("nan-guards", "remove Where(IsNaN(x), c, x) behind Softmax and other values that are never NaN", run)

@@ -43,7 +43,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
                     node.attributes[name] = ir.AttrInt64s(name, [found.as_int()])
                     changes.append(Change(node.name or node.op_type, f"the attribute {name} made a list"))
     for value in {value for value, _ in promoted}:
-        _remove_unused(value)
+        graphs.prune(value)
     if changes:
         graphs.infer_types(model)
     return changes
@@ -71,15 +71,6 @@ def _list_of(value: ir.Value, node: ir.Node, promoted: Promoted) -> ir.Value:
         return graphs.insert(node, "Reshape", [value, one], name=f"{value.name}_list", dtype=value.dtype, shape=[1])
     promoted[value, graph] = graphs.constant(graph, f"{value.name}_list", found.reshape(1))
     return promoted[value, graph]
-
-
-def _remove_unused(value: ir.Value) -> None:
-    if value.uses() or value.is_graph_output():
-        return
-    if node := value.producer():
-        graphs.remove(node)
-    elif value.graph is not None and value.name in value.graph.initializers:
-        value.graph.initializers.pop(value.name or "")
 
 
 PASS = Pass("rank0", "make scalars lists where ONNX wants a list: axes, starts, ends, steps, shapes", run)

@@ -19,7 +19,6 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import drop
 from sanitize.passes import Change, Pass
 from sanitize.passes.linear_as_conv import ELEMENTWISE
 from sanitize.target import Target
@@ -35,7 +34,6 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     changes: list[Change] = []
     chains: Parts = {}
     others: Parts = {}
-    made: list[ir.Value] = []
     for node in graphs.every_node(model):
         if node.domain != "" or any(graphs.dims(v) is None for v in (*node.outputs, *_given(node))):
             continue
@@ -46,12 +44,10 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if node.op_type == "MatMul":
             changes.append(Change(node.name or node.op_type, f"split into {heads} heads"))
         for output, split in zip(list(node.outputs), parts, strict=True):
-            whole = _join(node, split, graphs.dims(output) or (), made)
+            whole = _join(node, split, graphs.dims(output) or ())
             graphs.replace(output, whole)
             chains[id(node.graph), whole] = split
-        graphs.remove(node)
-    for value in reversed(made):
-        _remove_unused(value)
+        graphs.prune(node.outputs[0])
     return changes
 
 
@@ -196,26 +192,13 @@ def _reshape(node: ir.Node, value: ir.Value, shape: tuple[int, ...], name: str) 
     return graphs.insert(node, "Reshape", [value, to], name=name, like=value, shape=shape)
 
 
-def _join(node: ir.Node, parts: list[ir.Value], shape: tuple[int, ...], made: list[ir.Value]) -> ir.Value:
+def _join(node: ir.Node, parts: list[ir.Value], shape: tuple[int, ...]) -> ir.Value:
     name = f"{node.name or node.op_type}/joined"
     whole = (len(parts), *(graphs.dims(parts[0]) or ())[1:])
     value = graphs.insert(node, "Concat", parts, {"axis": 0}, name=name, like=parts[0], shape=whole)
-    made.append(value)
     if whole != shape:
         value = _reshape(node, value, shape, "whole")
-        made.append(value)
     return value
-
-
-def _remove_unused(value: ir.Value) -> None:
-    node = value.producer()
-    if node is None or value.uses() or value.is_graph_output():
-        return
-    inputs = _given(node)
-    graphs.remove(node)
-    for given in inputs:
-        if graphs.tensor(given) is not None:
-            drop(given)
 
 
 PASS = Pass("split-heads", "attention over a batch of heads as one chain for each head", run, min_db=100.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, cut, drop, initializer, linears, reshaped
+from sanitize.linear import Linear, cut, initializer, linears, reshaped
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -63,11 +63,7 @@ def _split(found: Linear, split: ir.Node, sizes: list[int]) -> None:
         y = graphs.insert(split, node.op_type, inputs, attributes, name=f"{name}/{i}", like=output, dtype=found.x.dtype)
         graphs.replace(output, y)
         start = stop
-    sizes_given = list(split.inputs[1:])
-    graphs.remove(split)
-    graphs.remove(node)
-    for value in (found.weight, found.bias, *sizes_given):
-        drop(value)
+    graphs.prune(split.outputs[0])
 
 
 PASS = Pass("split-projections", "a linear layer that a Split follows as one for each part", run, min_db=100.0)

@@ -35,15 +35,14 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             if users and not node.outputs[0].is_graph_output() and all(_takes(u, node.outputs[0]) for u in users):
                 for user in users:
                     _read_turned(user, node.outputs[0], weight)
-                graphs.remove(node)
+                graphs.prune(node.outputs[0])
                 changes.append(Change(node.name or node.op_type, f"Gemm reads {weight.name} transposed"))
     for copy, original in _copies(model):
         users = graphs.users(copy)
         for user in users:
             _read_turned(user, copy, original)
-        assert isinstance(copy.graph, ir.Graph) and copy.name is not None
-        del copy.graph.initializers[copy.name]
-        changes.append(Change(copy.name, f"transpose of {original.name}, which is read by Gemm instead"))
+        graphs.prune(copy)
+        changes.append(Change(copy.name or "", f"transpose of {original.name}, which is read by Gemm instead"))
     return changes
 
 
@@ -167,8 +166,7 @@ def _read_turned(node: ir.Node, weight: ir.Value, original: ir.Value) -> None:
         dims = [dim if isinstance(dim, int) else -1 for dim in output.shape]
         to = graphs.constant(node, f"{name}/dims", np.array(dims, np.int64))
         made = graphs.insert(node, "Reshape", [made, to], name=f"{name}/unflat", like=output)
-    graphs.replace(output, made)
-    graphs.remove(node)
+    graphs.swap(node, made)
 
 
 # Gemm may add up in another order than MatMul.
