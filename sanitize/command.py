@@ -102,9 +102,10 @@ def sanitize_file(
     from sanitize import graph as graphs
     from sanitize.fix_dims import fix_dims
     from sanitize.lint import lint, refuse_errors
-    from sanitize.model_file import nbytes, read_model, write_model
+    from sanitize.model_file import read_model, write_model
     from sanitize.pipeline import Applied, sanitize
     from sanitize.target import find_target
+    from sanitize.tensors import nbytes
     from sanitize.verify import find_ranges, read_inputs, refuse_unlike
     from sanitize.verify import verify as run_both
 

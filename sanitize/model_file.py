@@ -242,7 +242,7 @@ def _place(
     known: dict[tuple[str, int, int], Place] = {}
     end, home = 0, keep.resolve() if keep is not None else None
     for tensor in _tensors(model.graph):
-        size = nbytes(tensor) if tensor.dtype != ir.DataType.STRING else 0
+        size = nbytes(tensor)
         if size < INLINE_BYTES and not isinstance(tensor, ir.ExternalTensor):
             continue
         if id(tensor) in places:

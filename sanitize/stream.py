@@ -8,6 +8,8 @@ from typing import BinaryIO
 import numpy as np
 import onnx_ir as ir
 
+from sanitize import tensors
+
 CHUNK = 1 << 18  # elements
 Elementwise = Callable[[np.ndarray], np.ndarray]
 
@@ -32,13 +34,9 @@ def chunks(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
         yield from (tensor.function(chunk) for chunk in chunks(tensor.source))
     elif isinstance(tensor, ir.ExternalTensor):
         # Not its numpy(): that keeps a mapping and a file descriptor for every tensor that was looked at.
-        dtype, left = tensor.dtype.numpy(), tensor.size
-        with open(tensor.path, "rb") as source:
-            source.seek(tensor.offset or 0)
-            while left:
-                count = min(left, CHUNK)
-                yield np.frombuffer(source.read(count * dtype.itemsize), dtype)
-                left -= count
+        dtype = np.dtype(tensor.dtype.numpy()).newbyteorder("<")
+        for raw in tensors.chunks(tensor, CHUNK * dtype.itemsize):
+            yield np.frombuffer(raw, dtype)
     else:
         flat = tensor.numpy().reshape(-1)
         yield from (flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK))

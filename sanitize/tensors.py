@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ CHUNK = 4 << 20
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:
-    """Bytes of a tensor as stored; sub-byte types are packed."""
-    return -(-tensor.size * tensor.dtype.bitwidth // 8)
+    """Bytes of a tensor as stored; sub-byte types are packed, strings count nothing."""
+    return 0 if tensor.dtype == ir.DataType.STRING else -(-tensor.size * tensor.dtype.bitwidth // 8)
 
 
 def to_numpy(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -35,11 +36,19 @@ def to_numpy(tensor: ir.TensorProtocol) -> np.ndarray:
     return packed
 
 
-def chunks(tensor: ir.TensorProtocol) -> Iterator[bytes]:
-    """The tensor's bytes, CHUNK at a time."""
+def chunks(tensor: ir.TensorProtocol, step: int = CHUNK) -> Iterator[bytes]:
+    """The tensor's bytes, `step` at a time."""
     with Reader(tensor) as reader:
-        for start in range(0, size := nbytes(tensor), CHUNK):
-            yield reader.read(start, min(CHUNK, size - start))
+        for start in range(0, size := nbytes(tensor), step):
+            yield reader.read(start, min(step, size - start))
+
+
+def digest(tensor: ir.TensorProtocol) -> bytes:
+    """A hash of the tensor's bytes, CHUNK at a time."""
+    found = hashlib.blake2b()
+    for chunk in chunks(tensor):
+        found.update(chunk)
+    return found.digest()
 
 
 def place(tensor: ir.TensorProtocol) -> tuple[str, int, int] | None:

@@ -8,7 +8,6 @@ Only tensors of one type and shape are compared: by where they lie, by a sample,
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterator
 
 import onnx_ir as ir
@@ -16,7 +15,7 @@ import onnx_ir as ir
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
-from sanitize.tensors import Reader, chunks, nbytes, place
+from sanitize.tensors import Reader, digest, nbytes, place
 from sanitize.wire import INLINE_BYTES
 
 SAMPLE = 4096  # bytes at the start, in the middle and at the end
@@ -46,34 +45,29 @@ def _equal(values: list[ir.Value]) -> Iterator[list[ir.Value]]:
         return
     places: dict[Hashable, list[ir.Value]] = {}
     for value in values:
-        tensor = value.const_value
-        assert tensor is not None
+        tensor = _tensor(value)
         places.setdefault(place(tensor) or id(tensor), []).append(value)
     samples: dict[bytes, list[list[ir.Value]]] = {}
     for group in places.values():
-        samples.setdefault(_sample(group[0].const_value) if len(places) > 1 else b"", []).append(group)
+        samples.setdefault(_sample(_tensor(group[0])) if len(places) > 1 else b"", []).append(group)
     for alike in samples.values():
         contents: dict[bytes, list[ir.Value]] = {}
         for group in alike:
-            contents.setdefault(_digest(group[0].const_value) if len(alike) > 1 else b"", []).extend(group)
+            contents.setdefault(digest(_tensor(group[0])) if len(alike) > 1 else b"", []).extend(group)
         yield from (group for group in contents.values() if len(group) > 1)
 
 
-def _sample(tensor: ir.TensorProtocol | None) -> bytes:
-    assert tensor is not None
+def _tensor(value: ir.Value) -> ir.TensorProtocol:
+    assert value.const_value is not None
+    return value.const_value
+
+
+def _sample(tensor: ir.TensorProtocol) -> bytes:
     size = nbytes(tensor)
     with Reader(tensor) as reader:
         if size <= 3 * SAMPLE:
             return reader.read(0, size)
         return b"".join(reader.read(start, SAMPLE) for start in (0, size // 2, size - SAMPLE))
-
-
-def _digest(tensor: ir.TensorProtocol | None) -> bytes:
-    assert tensor is not None
-    found = hashlib.blake2b()
-    for chunk in chunks(tensor):
-        found.update(chunk)
-    return found.digest()
 
 
 def _merge(equal: list[ir.Value], depth: dict[ir.Graph, tuple[ir.Graph, ...]]) -> list[Change]:

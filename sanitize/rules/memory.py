@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.rules.subject import Hit, Subject
-from sanitize.rules.weights import constants, nbytes
+from sanitize.rules.weights import constants
+from sanitize.tensors import nbytes, place
 
 # HTP computes floats in half precision and 64-bit integers in 32 bits.
 NARROWED = {ir.DataType.FLOAT: 16, ir.DataType.DOUBLE: 16, ir.DataType.INT64: 32, ir.DataType.UINT64: 32}
@@ -25,16 +26,15 @@ def compiled_bytes(dtype: ir.DataType, size: int) -> int:
 
 def weight_bytes(subject: Subject) -> int:
     """Bytes of all constants in the compiled graph, each stored once."""
-    total, seen = 0, set()
+    total = 0
+    seen: set[object] = set()
     for value in constants(subject):
         tensor = value.const_value
         if tensor is None or not nbytes(tensor):
             continue
-        place: object = id(tensor)
-        if isinstance(tensor, ir.ExternalTensor):
-            place = (str(tensor.path), tensor.offset)
-        if place not in seen:
-            seen.add(place)
+        where = place(tensor) or id(tensor)
+        if where not in seen:
+            seen.add(where)
             total += compiled_bytes(tensor.dtype, tensor.size)
     return total
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.rules.operators import dequantised
 from sanitize.rules.subject import Hit, Subject, element
+from sanitize.tensors import digest, nbytes
+from sanitize.tensors import place as place_of
 
 PROTOBUF_BYTES = 1 << 31
 SMALLEST = 4096  # bytes; smaller constants are worth no finding
 HEAD_ELEMENTS = 1 << 16
-CHUNK = 1 << 22
 
 
 def constants(subject: Subject) -> Iterator[ir.Value]:
@@ -25,11 +24,6 @@ def constants(subject: Subject) -> Iterator[ir.Value]:
         for value in graph.initializers.values():
             if value.const_value is not None and (value.uses() or value.is_graph_output()):
                 yield value
-
-
-def nbytes(tensor: ir.TensorProtocol) -> int:
-    """Bytes as stored; types below a byte are packed."""
-    return 0 if tensor.dtype == ir.DataType.STRING else -(-tensor.size * tensor.dtype.bitwidth // 8)
 
 
 def inline(subject: Subject) -> Iterator[Hit]:
@@ -52,36 +46,17 @@ def duplicates(subject: Subject) -> Iterator[Hit]:
         if len(group) < 2:
             continue
         first: dict[bytes, ir.Value] = {}
-        places: set[tuple[str, int]] = set()
+        places: set[object] = set()
         for value in group:
             assert value.const_value is not None
-            if isinstance(value.const_value, ir.ExternalTensor):
-                place = (str(value.const_value.path), value.const_value.offset or 0)
-                if place in places:
-                    continue  # two names for bytes that are stored once
-                places.add(place)
+            where = place_of(value.const_value) or id(value.const_value)
+            if where in places:
+                continue  # two names for bytes that are stored once
+            places.add(where)
             same = first.setdefault(digest(value.const_value), value)
             if same is not value:
                 size = nbytes(value.const_value)
                 yield Hit(str(value.name), f"{value.name} holds the same {size} bytes as {same.name}")
-
-
-def digest(tensor: ir.TensorProtocol) -> bytes:
-    """Hash a tensor's bytes; those of a file are read a chunk at a time."""
-    found = hashlib.blake2b(digest_size=16)
-    if not isinstance(tensor, ir.ExternalTensor):
-        found.update(tensor.tobytes())
-        return found.digest()
-    left = nbytes(tensor)
-    with Path(tensor.path).open("rb") as stream:
-        stream.seek(tensor.offset or 0)
-        while left:
-            chunk = stream.read(min(left, CHUNK))
-            if not chunk:
-                break
-            found.update(chunk)
-            left -= len(chunk)
-    return found.digest()
 
 
 def float_head(subject: Subject) -> Iterator[Hit]:
