@@ -112,13 +112,18 @@ def dims(value: ir.Value | None) -> tuple[int, ...] | None:
     return tuple(int(dim) for dim in value.shape)  # type: ignore[arg-type]
 
 
-def constant(near: ir.Node | ir.Graph, name: str, values: np.ndarray) -> ir.Value:
-    """Add an initializer to the graph that holds `near`; its name is made unique."""
+def constant(near: ir.Node | ir.Value | ir.Graph, name: str, values: np.ndarray) -> ir.Value:
+    """Add an initializer to the graph that holds `near` (a node, or another constant); its name is made unique."""
+    # ir.tensor takes ten times as long.
+    return initializer(near, name, ir.Tensor(np.ascontiguousarray(values).reshape(values.shape)))
+
+
+def initializer(near: ir.Node | ir.Value | ir.Graph, name: str, data: ir.TensorProtocol) -> ir.Value:
+    """As constant, for a tensor that may lie in a file or be computed when it is written."""
     graph = near if isinstance(near, ir.Graph) else _graph(near)
-    data = ir.Tensor(np.ascontiguousarray(values).reshape(values.shape))  # ir.tensor takes ten times as long
-    unique = unique_name(graph, name)
-    value = ir.Value(name=unique, shape=ir.Shape(values.shape), type=ir.TensorType(data.dtype), const_value=data)
-    data.name = unique
+    data.name = unique_name(graph, name)
+    shape, kind = ir.Shape(data.shape.numpy()), ir.TensorType(data.dtype)
+    value = ir.Value(name=data.name, shape=shape, type=kind, const_value=data)
     graph.register_initializer(value)
     return value
 
@@ -146,6 +151,12 @@ def insert(
     output.shape = ir.Shape(known) if known is not None else None
     graph.insert_before(before, node)
     return output
+
+
+def reshape(before: ir.Node, x: ir.Value, shape: Sequence[int], *, name: str) -> ir.Value:
+    """Add a Reshape to a static shape before a node."""
+    to = constant(before, f"{name}_shape", np.array(shape, np.int64))
+    return insert(before, "Reshape", [x, to], name=name, dtype=x.dtype, shape=shape)
 
 
 def split(before: ir.Node, x: ir.Value, sizes: Sequence[int], axis: int, *, name: str) -> tuple[ir.Value, ...]:
@@ -296,7 +307,7 @@ def unique_name(graph: ir.Graph, wanted: str) -> str:
     return name
 
 
-def _graph(node: ir.Node) -> ir.Graph:
+def _graph(node: ir.Node | ir.Value) -> ir.Graph:
     assert isinstance(node.graph, ir.Graph), f"{node.name} is in no graph"
     return node.graph
 

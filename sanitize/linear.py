@@ -62,18 +62,6 @@ def linears(model: ir.Model) -> Iterator[Linear]:
             yield found
 
 
-def initializer(like: ir.Value, name: str, data: ir.TensorProtocol) -> ir.Value:
-    """Add a tensor to the graph that holds the constant `like`; the name is made unique."""
-    graph = like.graph
-    assert isinstance(graph, ir.Graph), f"{like.name} is in no graph"
-    data.name = graphs.unique_name(graph, name)
-    value = ir.Value(
-        name=data.name, shape=ir.Shape(data.shape.numpy()), type=ir.TensorType(data.dtype), const_value=data
-    )
-    graph.register_initializer(value)
-    return value
-
-
 def reshaped(data: ir.TensorProtocol, shape: Sequence[int]) -> ir.TensorProtocol:
     """The same elements in another shape; those in a file stay there."""
     if isinstance(data, ir.ExternalTensor):

@@ -31,7 +31,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     changes = _lift(model)
     while inlined := _inline_ifs(model):
         changes += inlined
-    known, entries = _known(model)
+    known, entries = known_values(model)
     return changes + _reshapes(model, entries, known) + _store(model, known)
 
 
@@ -93,7 +93,7 @@ def _inline_ifs(model: ir.Model) -> list[Change]:
     return changes
 
 
-def _known(model: ir.Model) -> tuple[Known, dict[ir.Value, list[Entry]]]:
+def known_values(model: ir.Model) -> tuple[Known, dict[ir.Value, list[Entry]]]:
     """Values that follow from constants and static dims; shapes of which some entries do."""
     known: Known = {}
     entries: dict[ir.Value, list[Entry]] = {}

@@ -116,11 +116,7 @@ def _put(value: ir.Value, tensor: ir.TensorProtocol, uses: list[tuple[ir.Node, i
             other = graphs.insert(node, "ConstantOfShape", node.inputs, {"value": tensor}, name=f"{value.name}_finite",
                                   like=value)  # fmt: skip
         else:
-            graph = value.graph
-            assert isinstance(graph, ir.Graph)
-            other = graphs.constant(graph, f"{value.name}_finite", np.zeros(0, np.float32))
-            other.const_value, other.dtype, other.shape = tensor, tensor.dtype, ir.Shape(tensor.shape.numpy())
-            tensor.name = other.name
+            other = graphs.initializer(value, f"{value.name}_finite", tensor)
         for reader, index in uses:
             reader.replace_input_with(index, other)
     elif node is not None:

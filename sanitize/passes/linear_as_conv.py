@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, initializer, linear, reshaped, turned
+from sanitize.linear import Linear, linear, reshaped, turned
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -66,14 +65,14 @@ def _convolve(
         assert data is not None
         conv_shape = (found.n, found.k, 1, 1)
         data = reshaped(data, conv_shape) if found.rows else turned(data, conv_shape)
-        weights[found.weight] = initializer(found.weight, f"{found.weight.name}_conv", data)
+        weights[found.weight] = graphs.initializer(found.weight, f"{found.weight.name}_conv", data)
     last, bias = node, found.bias
     if bias is None and (add := _bias_add(found)) is not None:
         last, bias = add
     if bias is not None and graphs.dims(bias) != (found.n,):
         data = graphs.tensor(bias)
         assert data is not None
-        bias = initializer(bias, f"{bias.name}_conv", reshaped(data, (found.n,)))
+        bias = graphs.initializer(bias, f"{bias.name}_conv", reshaped(data, (found.n,)))
     rows = math.prod(shape[:-1])
     y = graphs.insert(
         last, "Conv", [x, weights[found.weight], *([bias] if bias is not None else [])], {"kernel_shape": [1, 1]},
@@ -97,7 +96,7 @@ def _bias_add(found: Linear) -> tuple[ir.Node, ir.Value] | None:
 
 def _enter(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
     wide = (1, 1, math.prod(shape[:-1]), shape[-1])
-    x = _reshape(before, x, wide, f"{name}/enter")
+    x = graphs.reshape(before, x, wide, name=f"{name}/enter")
     return graphs.insert(
         before, "Transpose", [x], {"perm": [0, 3, 1, 2]}, name=f"{name}/nchw", like=x, shape=(1, wide[3], 1, wide[2])
     )
@@ -111,14 +110,9 @@ def _leave(node: ir.Node, y: ir.Value, shape: tuple[int, ...], left: dict[Key, i
         node, "Transpose", [y], {"perm": [0, 2, 3, 1]}, name=f"{name}/nhwc", like=y,
         shape=(1, 1, y.shape[3], y.shape[1]),
     )  # fmt: skip
-    plain = _reshape(node, nhwc, shape, f"{name}/leave")
+    plain = graphs.reshape(node, nhwc, shape, name=f"{name}/leave")
     left[id(node.graph), plain] = y
     graphs.swap(node, plain)
-
-
-def _reshape(before: ir.Node, x: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
-    to = graphs.constant(before, f"{name}_shape", np.array(shape, np.int64))
-    return graphs.insert(before, "Reshape", [x, to], name=name, like=x, shape=shape)
 
 
 def _stay(node: ir.Node, left: dict[Key, ir.Value]) -> None:

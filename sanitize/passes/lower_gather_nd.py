@@ -37,9 +37,10 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         flat = np.ravel_multi_index(tuple(c % s for c, s in zip(columns, head, strict=True)), head)
         name, final = node.name or output.name or "GatherND", (*flat.shape, *rest)
         if np.array_equal(flat.reshape(-1), np.arange(math.prod(head))):
-            new, what = _reshape(node, data, final, f"{name}/Reshape"), "GatherND of everything in order is a Reshape"
+            new = graphs.reshape(node, data, final, name=f"{name}/Reshape")
+            what = "GatherND of everything in order is a Reshape"
         else:
-            table = data if depth == 1 else _reshape(node, data, (math.prod(head), *rest), f"{name}/flat")
+            table = data if depth == 1 else graphs.reshape(node, data, (math.prod(head), *rest), name=f"{name}/flat")
             rows = graphs.constant(node, f"{name}/indices", flat.astype(np.int32))
             new = graphs.insert(node, "Gather", [table, rows], {"axis": 0}, name=f"{name}/Gather", dtype=data.dtype,
                                 shape=final)  # fmt: skip
@@ -47,11 +48,6 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         graphs.swap(node, new)
         changes.append(Change(name, what))
     return changes
-
-
-def _reshape(node: ir.Node, data: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
-    to = graphs.constant(node, f"{name}_shape", np.array(shape, np.int64))
-    return graphs.insert(node, "Reshape", [data, to], name=name, dtype=data.dtype, shape=shape)
 
 
 PASS = Pass("lower-gather-nd", "GatherND of constant indices to Gather or Reshape", run)

@@ -51,18 +51,13 @@ def _lazy(
     rows: int, columns: int, bits: int, block: int,
 ) -> ir.Value:  # fmt: skip
     """An initializer [rows, columns] that is computed when it is read."""
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
-    name, shape = graphs.unique_name(graph, f"{node.name or node.op_type}/weight"), ir.Shape((rows, columns))
 
     def make() -> ir.TensorProtocol:
         zero = None if zeros is None else zeros.numpy()
         return ir.tensor(dequantize(packed.numpy(), scales.numpy(), zero, rows, columns, bits, block))
 
-    data = ir.LazyTensor(make, scales.dtype, shape, name=name)
-    value = ir.Value(name=name, shape=shape, type=ir.TensorType(scales.dtype), const_value=data)
-    graph.register_initializer(value)
-    return value
+    data = ir.LazyTensor(make, scales.dtype, ir.Shape((rows, columns)))
+    return graphs.initializer(node, f"{node.name or node.op_type}/weight", data)
 
 
 def dequantize(

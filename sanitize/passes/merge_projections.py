@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, initializer, joined, linears, reshaped
+from sanitize.linear import Linear, joined, linears, reshaped
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -41,13 +41,13 @@ def _merge(members: list[Linear]) -> None:
     node, name = first.node, first.node.name or first.node.op_type
     # Where the weights lie side by side in another order, that order costs no copy.
     ordered = sorted(members, key=_place) if first.rows else members
-    weight = initializer(
+    weight = graphs.initializer(
         first.weight, f"{first.weight.name}_merged", joined([_data(m.weight) for m in ordered], 0 if first.rows else 1)
     )
     inputs: list[ir.Value | None] = [first.x, weight]
     if first.bias is not None:
         parts = [reshaped(_data(m.bias), (m.n,)) for m in ordered]
-        inputs.append(initializer(first.bias, f"{first.bias.name}_merged", joined(parts, 0)))
+        inputs.append(graphs.initializer(first.bias, f"{first.bias.name}_merged", joined(parts, 0)))
     assert first.y.shape is not None
     leading = list(first.y.shape)[:-1]
     attributes = {a.name: a.value for a in node.attributes.values()}

@@ -246,7 +246,7 @@ def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
             return []
         tensor = graphs.tensor(value)
         assert tensor is not None
-        copy = _constant_like(value, kept[0][0], _to_int32(tensor, name))
+        copy = graphs.initializer(value, f"{name}_int32", _to_int32(tensor, name))
         graphs.replace(value, copy)
         for reader, index in kept:
             reader.replace_input_with(index, value)
@@ -272,16 +272,6 @@ def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
         wide = graphs.insert(reader, "Cast", [value], {"to": D.INT64}, name=f"{name}_int64", like=value, dtype=D.INT64)
         reader.replace_input_with(index, wide)
     return [Change(name, f"{what} int64 -> int32")]
-
-
-def _constant_like(value: ir.Value, near: ir.Node, tensor: ir.TensorProtocol) -> ir.Value:
-    """A new initializer in the graph where `value` lives."""
-    graph = value.graph if value.graph is not None else near.graph
-    assert isinstance(graph, ir.Graph)
-    new = graphs.constant(graph, f"{value.name}_int32", np.zeros(0, np.int32))
-    tensor.name = new.name
-    new.const_value, new.shape = tensor, ir.Shape(tensor.shape.numpy())
-    return new
 
 
 def _cast_behind(value: ir.Value, kept: list[Slot]) -> ir.Value:

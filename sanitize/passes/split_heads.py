@@ -169,7 +169,7 @@ def _operand(
     if math.prod(before) == 1:
         if len(shape) <= rank:
             return [value] * heads
-        return [_reshape(node, value, (1, *tail), "for_all")] * heads
+        return [graphs.reshape(node, value, (1, *tail), name=f"{node.name or node.op_type}/for_all")] * heads
     return _split(node, value, heads, others) if before[-1] == heads == math.prod(before) else None
 
 
@@ -180,16 +180,10 @@ def _split(node: ir.Node, value: ir.Value, heads: int, others: Parts) -> list[ir
         tail = _tail(graphs.dims(value) or (), heads)
         if tail is None:
             return None
-        whole = (heads, *tail)
-        flat = value if graphs.dims(value) == whole else _reshape(node, value, whole, "heads")
-        others[key] = list(graphs.split(node, flat, [1] * heads, 0, name=f"{node.name or node.op_type}/heads"))
+        whole, name = (heads, *tail), f"{node.name or node.op_type}/heads"
+        flat = value if graphs.dims(value) == whole else graphs.reshape(node, value, whole, name=f"{name}/flat")
+        others[key] = list(graphs.split(node, flat, [1] * heads, 0, name=name))
     return others[key]
-
-
-def _reshape(node: ir.Node, value: ir.Value, shape: tuple[int, ...], name: str) -> ir.Value:
-    name = f"{node.name or node.op_type}/{name}"
-    to = graphs.constant(node, f"{name}_shape", np.array(shape, np.int64))
-    return graphs.insert(node, "Reshape", [value, to], name=name, like=value, shape=shape)
 
 
 def _join(node: ir.Node, parts: list[ir.Value], shape: tuple[int, ...]) -> ir.Value:
@@ -197,7 +191,7 @@ def _join(node: ir.Node, parts: list[ir.Value], shape: tuple[int, ...]) -> ir.Va
     whole = (len(parts), *(graphs.dims(parts[0]) or ())[1:])
     value = graphs.insert(node, "Concat", parts, {"axis": 0}, name=name, like=parts[0], shape=whole)
     if whole != shape:
-        value = _reshape(node, value, shape, "whole")
+        value = graphs.reshape(node, value, shape, name=f"{node.name or node.op_type}/whole")
     return value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-from sanitize.linear import Linear, cut, initializer, linears, reshaped
+from sanitize.linear import Linear, cut, linears, reshaped
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -55,11 +55,11 @@ def _split(found: Linear, split: ir.Node, sizes: list[int]) -> None:
     start = 0
     for i, (size, output) in enumerate(zip(sizes, split.outputs, strict=True)):
         stop = start + size
-        part = initializer(found.weight, f"{found.weight.name}_{i}", cut(weight, start, stop, axis))
+        part = graphs.initializer(found.weight, f"{found.weight.name}_{i}", cut(weight, start, stop, axis))
         inputs: list[ir.Value | None] = [found.x, part]
         if bias is not None and found.bias is not None:
             piece = cut(reshaped(bias, (found.n,)), start, stop, 0)
-            inputs.append(initializer(found.bias, f"{found.bias.name}_{i}", piece))
+            inputs.append(graphs.initializer(found.bias, f"{found.bias.name}_{i}", piece))
         y = graphs.insert(split, node.op_type, inputs, attributes, name=f"{name}/{i}", like=output, dtype=found.x.dtype)
         graphs.replace(output, y)
         start = stop

@@ -24,8 +24,11 @@ TEXT = """g (float[batch,n,8] x, float[n,4] p) => (float[batch,n,12] y, int64[3]
 
 
 def dynamic() -> onnx.ModelProto:
-    text = TEXT.replace("d = Concat<axis=0>(one, t2)", "b = Slice(t, zero, one)\n t2 = Constant<value_ints=[1,4]>()\n"
-                        "n = Slice(t, one, two)\n four = Constant<value_ints=[4]>()\n d = Concat<axis=0>(b, n, four)")
+    text = TEXT.replace(
+        "d = Concat<axis=0>(one, t2)",
+        "b = Slice(t, zero, one)\n t2 = Constant<value_ints=[1,4]>()\n"
+        "n = Slice(t, one, two)\n four = Constant<value_ints=[4]>()\n d = Concat<axis=0>(b, n, four)",
+    )
     head = "g (float[batch,n,8] x, float[n,4] p) => (float[batch,n,12] y, int64[3] s)"
     return parse(text.replace(head, head + " <int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}>"))
 
