@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sanitize.ops.elementwise import elementwise_forms, newton_inverse
+from sanitize.ops.elementwise import elementwise_forms, newton_inverse, written
 from sanitize.ops.forms import (
-    EXP_LOW,
     LAST,
     SPREADS,
     Array,
@@ -23,6 +22,8 @@ from sanitize.ops.forms import (
     softmax,
     weights,
 )
+from sanitize.passes import forms
+from sanitize.passes.forms import EXP_LOW
 
 NORM_SPREADS = (1.0, 8.0, 40.0, 200.0, 1000.0, 10000.0)
 NORM_A16_SPREADS = (1.0, 8.0, 40.0)
@@ -48,12 +49,6 @@ def softmax_again(op: Ops, x: str) -> str:
     """Softmax, then divided by its own sum."""
     p = op.Softmax(x)
     return op.Div(p, op.ReduceSum(p, LAST))
-
-
-def log_softmax_explicit(op: Ops, x: str) -> str:
-    """x - max - log(sum(exp))."""
-    shifted = op.Sub(x, op.ReduceMax(x, LAST))
-    return op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(op.Max(shifted, EXP_LOW)), LAST)))
 
 
 def mean_square(op: Ops, x: str, eps: float) -> str:
@@ -88,9 +83,9 @@ def reduction_forms() -> list[Form]:
             ("Softmax/renormalised", softmax_again, softmax),
             ("Softmax/explicit", softmax_by(lambda op, e, total: op.Div(e, total)), softmax),
             ("Softmax/newton", softmax_by(lambda op, e, total: op.Mul(e, newton_inverse(op, total))), softmax),
-            ("Softmax/pow", softmax_by(lambda op, e, total: op.Mul(e, op.Pow(total, -1.0))), softmax),
+            ("Softmax/pow", written(lambda write, x: forms.softmax(write, x, -1)), softmax),
             ("LogSoftmax/native", lambda op, x: op.LogSoftmax(x), log_softmax),
-            ("LogSoftmax/explicit", log_softmax_explicit, log_softmax),
+            ("LogSoftmax/explicit", written(lambda write, x: forms.log_softmax(write, x, -1)), log_softmax),
             ("LogSoftmax/log", lambda op, x: op.Log(op.Softmax(x)), log_softmax),
         ]),
         (plain, a16_plain, [

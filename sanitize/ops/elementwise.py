@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,7 +18,6 @@ from sanitize.ops.forms import (
     ANGLES,
     EDGES,
     EXP_HIGH,
-    EXP_LOW,
     POSITIVE,
     Build,
     Exact,
@@ -29,18 +30,37 @@ from sanitize.ops.forms import (
     sigmoid,
     steps,
 )
+from sanitize.passes import forms
+from sanitize.passes.forms import EXP_LOW
 
 # 0.5 (1 + erf(x / sqrt(2))) = sigmoid(x (c0 + c1 x^2 + c2 x^4)), least squares on what GELU errs (98 dB on -4..4).
 LOGIT = (1.594678, 0.07433558, -0.0007548742)
-TANH_LOGIT = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715, 0.0)
+TANH_LOGIT = (*forms.TANH_LOGIT, 0.0)
 # Logarithm of GELU's gate at -a as a polynomial of a in 0..6, weighted so that a exp(fit) errs least; at the end 0.
 TAIL = (-0.6941216, -0.79151975, -0.33041269, -0.027128968, 0.0020549755)
-TAIL_5 = (-0.69326301, -0.7969805, -0.32034052, -0.034609737, 0.0044202485, -0.00026355498)
 TANH_TAIL = (-0.69423074, -0.78939116, -0.33730609, -0.019540115, 0.00093358887, -0.00067737139)
-# log(1 + e) / e for e in 0..1.
-LOG1P = (0.99988818, -0.49637029, 0.30467558, -0.15602763, 0.04106185)
 # 2 pi as numbers of few bits, so that whole multiples up to 1000 are exact in fp16, and the rest.
 TURN = (6.0, 0.25, 0.03125, 2.0 * math.pi - 6.28125)
+
+
+def written(form: Callable[[forms.Write[str], str], str]) -> Build:
+    """A form as the passes write it."""
+    return lambda op, x: form(Spelled(op), x)
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """What the passes' forms are written with, over names of values."""
+
+    op: Ops
+
+    def __call__(self, op: str, *inputs: str | float, like: str | None = None) -> str:
+        """Add a node; types follow from the graph's."""
+        return str(getattr(self.op, op)(*inputs))
+
+    def reduce(self, op: str, x: str, axis: int) -> str:
+        """Reduce one axis, which stays as 1."""
+        return str(getattr(self.op, op)(x, np.array([axis])))
 
 
 def newton(op: Ops, x: str, by: str) -> str:
@@ -63,12 +83,6 @@ def one_plus_exp_neg(op: Ops, x: str) -> str:
 def exp_below(op: Ops, x: str) -> str:
     """exp(min(x, 0))."""
     return op.Exp(op.Clip(x, EXP_LOW, 0.0))
-
-
-def silu_tanh_abs(op: Ops, x: str) -> str:
-    """x sigmoid(|x|) exp(min(x, 0)), the sigmoid by Tanh."""
-    half = op.Mul(x, 0.5)
-    return op.Mul(half, op.Mul(op.Add(op.Tanh(op.Abs(half)), 1.0), exp_below(op, x)))
 
 
 def silu_relu(op: Ops, x: str) -> str:
@@ -130,12 +144,6 @@ def exp_neg_abs(op: Ops, x: str) -> str:
     return op.Exp(op.Max(op.Neg(op.Abs(x)), EXP_LOW))
 
 
-def softplus_fit(op: Ops, x: str) -> str:
-    """relu(x) + e fit(e), e = exp(-|x|)."""
-    e = exp_neg_abs(op, x)
-    return op.Add(op.Relu(x), op.Mul(e, horner(op, e, LOG1P)))
-
-
 def within_turn(op: Ops, x: str) -> str:
     """x less whole turns, within -pi..pi, without rounding up to 1000 (Cody and Waite)."""
     turns = op.Round(op.Mul(x, 1.0 / (2.0 * math.pi)))
@@ -174,15 +182,14 @@ def elementwise_forms() -> list[Form]:
         ("Sigmoid/newton", lambda op, x: newton_inverse(op, one_plus_exp_neg(op, x)), sigmoid),
         ("Sigmoid/abs", lambda op, x: op.Mul(op.Sigmoid(op.Abs(x)), exp_below(op, x)), sigmoid),
         ("Sigmoid/tanh", lambda op, x: op.Add(op.Mul(op.Tanh(op.Mul(x, 0.5)), 0.5), 0.5), sigmoid),
-        ("Sigmoid/tanh-abs", lambda op, x: op.Mul(
-            op.Add(op.Mul(op.Tanh(op.Abs(op.Mul(x, 0.5))), 0.5), 0.5), exp_below(op, x)), sigmoid),
+        ("Sigmoid/tanh-abs", written(forms.sigmoid), sigmoid),
         ("SiLU/native", lambda op, x: op.Mul(x, op.Sigmoid(x)), silu),
         ("SiLU/swish", lambda op, x: op.Swish(x), silu),
         ("SiLU/exp", lambda op, x: op.Div(x, one_plus_exp_neg(op, x)), silu),
         ("SiLU/newton", lambda op, x: newton(op, x, one_plus_exp_neg(op, x)), silu),
         ("SiLU/abs", lambda op, x: op.Mul(x, op.Mul(op.Sigmoid(op.Abs(x)), exp_below(op, x))), silu),
         ("SiLU/tanh", lambda op, x: (lambda half: op.Mul(half, op.Add(op.Tanh(half), 1.0)))(op.Mul(x, 0.5)), silu),
-        ("SiLU/tanh-abs", silu_tanh_abs, silu),
+        ("SiLU/tanh-abs", written(forms.silu), silu),
         ("SiLU/relu", silu_relu, silu),
         ("Gelu/native", lambda op, x: op.Gelu(x), gelu),
         ("Gelu/erf", gelu_erf, gelu),
@@ -190,10 +197,10 @@ def elementwise_forms() -> list[Form]:
         ("Gelu/abs", gelu_abs(LOGIT), gelu),
         ("Gelu/tanh", gelu_by_tanh(LOGIT), gelu),
         ("Gelu/relu", gelu_relu(TAIL, 6.0), gelu),
-        ("Gelu/relu5", gelu_relu(TAIL_5, 6.0), gelu),
+        ("Gelu/relu5", written(forms.gelu), gelu),
         ("GeluTanh/native", lambda op, x: op.Gelu(x, approximate="tanh"), gelu_tanh),
         ("GeluTanh/newton", gelu_logit(TANH_LOGIT), gelu_tanh),
-        ("GeluTanh/abs", gelu_abs(TANH_LOGIT), gelu_tanh),
+        ("GeluTanh/abs", written(forms.gelu_tanh), gelu_tanh),
         ("GeluTanh/relu", gelu_relu(TANH_TAIL, 5.5), gelu_tanh),
         ("GeluTanh/tanh", gelu_by_tanh(TANH_LOGIT), gelu_tanh),
         ("QuickGelu/native", lambda op, x: op.Mul(x, op.Sigmoid(op.Mul(x, 1.702))), quick),
@@ -211,12 +218,12 @@ def elementwise_forms() -> list[Form]:
          lambda x: x * hard_sigmoid(x)),
         ("Softplus/native", lambda op, x: op.Softplus(x), softplus),
         ("Softplus/log", lambda op, x: op.Add(op.Relu(x), op.Log(op.Add(exp_neg_abs(op, x), 1.0))), softplus),
-        ("Softplus/fit", softplus_fit, softplus),
+        ("Softplus/fit", written(forms.softplus), softplus),
         ("Softplus/sigmoid", lambda op, x: op.Sub(op.Relu(x), op.Log(op.Sigmoid(op.Abs(x)))), softplus),
         ("Elu/native", lambda op, x: op.Elu(x), elu),
-        ("Elu/exp", lambda op, x: op.Add(op.Relu(x), op.Sub(exp_below(op, x), 1.0)), elu),
+        ("Elu/exp", written(forms.elu), elu),
         ("Mish/native", lambda op, x: op.Mish(x), mish),
-        ("Mish/fit", lambda op, x: op.Mul(x, op.Tanh(softplus_fit(op, x))), mish),
+        ("Mish/fit", lambda op, x: op.Mul(x, op.Tanh(written(forms.softplus)(op, x))), mish),
         ("Square/Mul", lambda op, x: op.Mul(x, x), np.square),
         ("Square/Pow", lambda op, x: op.Pow(x, 2.0), np.square),
         ("Square/scaled", lambda op, x: (lambda small: op.Mul(small, small))(op.Mul(x, 1.0 / 256.0)),

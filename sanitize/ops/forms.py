@@ -30,8 +30,8 @@ A16_SPANS = ((-1.0, 1.0), (-4.0, 4.0), (-8.0, 8.0), (-16.0, 16.0), (-40.0, 40.0)
 A16_NEGATIVE = ((-4.0, 0.0), (-8.0, 0.0), (-17.0, 0.0), (-40.0, 0.0), (-200.0, 0.0), (-1000.0, 0.0))
 A16_POSITIVE = ((0.01, 1.0), (0.01, 8.0), (0.01, 40.0), (0.01, 1000.0))
 SPREADS = (1.0, 4.0, 16.0, 64.0)
-# See recipes/blocks.py: HTP's Exp is right between these.
-EXP_LOW, EXP_HIGH = -40.0, 10.5
+# HTP's Exp is right between passes.forms.EXP_LOW and this.
+EXP_HIGH = 10.5
 LAST = np.array([-1])
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 
@@ -28,7 +29,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         root = graphs.made_by(by, "Sqrt")
         base, power = (root.inputs[0], -0.5) if root else (by, -1.0)
         kind = "Div" if over is not None else "Rsqrt" if root else "Reciprocal"
-        gain = forms.gain(target, f"{kind}/native", f"{kind}/pow", forms.span(base if kind == "Rsqrt" else by, target))
+        gain = forms.gain(target, f"{kind}/native", f"{kind}/pow", span(base if kind == "Rsqrt" else by, target))
         if not gain or base is None:
             continue
         write = forms.Writer(node, node.outputs[0])

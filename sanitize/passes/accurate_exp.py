@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 
@@ -17,7 +18,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
     for node in graphs.every_node(model):
         if node.op_type != "Exp" or node.domain not in ("", "ai.onnx") or not forms.floating(node.inputs[0]):
             continue
-        x, (low, high) = node.inputs[0], forms.span(node.inputs[0], target)
+        x, (low, high) = node.inputs[0], span(node.inputs[0], target)
         gain = forms.gain(target, "Exp/native", "Exp/clip", (low, high)) if low < forms.EXP_LOW else None
         if gain and x is not None:
             node.replace_input_with(0, forms.Writer(node, node.outputs[0])("Max", x, forms.EXP_LOW))

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms, fuse_gelu
+from sanitize.ranges import span
 from sanitize.target import Target
 
 
@@ -27,7 +28,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         root, x, by_tanh = found
         native = ("GeluTanh/native" if root is node else "GeluTanh/tanh") if by_tanh else "Gelu/native"
-        gain = forms.gain(target, native, "GeluTanh/abs" if by_tanh else "Gelu/relu5", forms.span(x, target))
+        gain = forms.gain(target, native, "GeluTanh/abs" if by_tanh else "Gelu/relu5", span(x, target))
         if not gain:
             continue
         write = forms.Writer(root, root.outputs[0])

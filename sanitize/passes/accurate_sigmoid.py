@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 QUICK = 1.702
@@ -26,7 +27,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if found is None or not forms.floating(found[0]):
             continue
         x, scale = found
-        low, high = sorted(bound * scale for bound in forms.span(x, target))
+        low, high = sorted(bound * scale for bound in span(x, target))
         gain = forms.gain(target, "SiLU/native", "SiLU/tanh-abs", (low, high))
         if gain:
             graphs.swap(node, forms.silu(forms.Writer(node, node.outputs[0]), x, scale))
@@ -35,7 +36,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if node.op_type == "Sigmoid" and node.domain in ("", "ai.onnx") and forms.floating(node.inputs[0]):
             gate_x = node.inputs[0]
             assert gate_x is not None
-            gain = forms.gain(target, "Sigmoid/native", "Sigmoid/tanh-abs", forms.span(gate_x, target))
+            gain = forms.gain(target, "Sigmoid/native", "Sigmoid/tanh-abs", span(gate_x, target))
             if gain:
                 graphs.swap(node, forms.sigmoid(forms.Writer(node, node.outputs[0]), gate_x))
                 changes.append(Change(node.name or node.op_type, gain))

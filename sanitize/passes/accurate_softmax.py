@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 
@@ -39,7 +40,7 @@ def _rewrite(model: ir.Model, target: Target, node: ir.Node, softmax: ir.Node, n
         return []
     axis = graphs.attribute(softmax, "axis", -1) % len(x.shape)
     length = x.shape[axis]
-    gain = forms.gain(target, native, form, forms.span(x, target), length if isinstance(length, int) else None)
+    gain = forms.gain(target, native, form, span(x, target), length if isinstance(length, int) else None)
     if not gain:
         return []
     write = forms.Writer(node, node.outputs[0], graphs.opset(model))

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 FORMS = {"Softplus": "Softplus/fit", "Mish": "Softplus/fit", "Elu": "Elu/exp"}
@@ -28,7 +29,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         if node.op_type in FORMS:
             form = FORMS[node.op_type]
             native = f"{form.split('/')[0]}/native"
-            gain = forms.gain(target, native, form, forms.span(x, target))
+            gain = forms.gain(target, native, form, span(x, target))
             if gain:
                 graphs.swap(node, _form(node, x))
                 changes.append(Change(name, gain))

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from sanitize import graph as graphs
 from sanitize import match
 from sanitize.passes import Change, Pass, forms
+from sanitize.ranges import span
 from sanitize.target import Target
 
 LIMIT = 255.0
@@ -119,12 +120,12 @@ def _is_square(value: ir.Value | None, x: ir.Value) -> bool:
 
 def _overflows(x: ir.Value, target: Target) -> bool:
     """Whether squares may overflow or vanish; without ranges they may."""
-    low, high = forms.span(x, target)
+    low, high = span(x, target)
     return not SMALL <= max(-low, high) <= LIMIT
 
 
 def _known_to_overflow(x: ir.Value, target: Target) -> bool:
-    low, high = forms.span(x, target)
+    low, high = span(x, target)
     return LIMIT < max(-low, high) < math.inf
 
 

@@ -1,20 +1,21 @@
 """Forms that HTP computes right in fp16 where its own kernels do not, and what the passes accurate-* share.
 
-Each is an identity in float32, or a fit good to 89 dB and more, and is measured under the name its docstring gives: the
-tables are those of `ringstep ops`.
+Each is an identity in float32, or a fit good to 89 dB and more. `ringstep ops` measures these very functions, under the
+name that the docstring gives.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize.ops import table as tables
+from sanitize.ranges import EVERYTHING, Span
 from sanitize.target import Target
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -28,10 +29,8 @@ GELU_END = 6.0
 TANH_LOGIT = (2.0 * math.sqrt(2.0 / math.pi), 2.0 * math.sqrt(2.0 / math.pi) * 0.044715)
 # log(1 + e) / e for e in 0..1.
 LOG1P = (0.99988818, -0.49637029, 0.30467558, -0.15602763, 0.04106185)
-Span = tuple[float, float]
-EVERYTHING: Span = (-math.inf, math.inf)
+V = TypeVar("V")
 CORE: Span = (-8.0, 8.0)
-DEPTH = 16
 
 
 def concerned(model: ir.Model, target: Target) -> bool:
@@ -64,6 +63,16 @@ def gain(target: Target, native: str, form: str, span: Span = EVERYTHING, size: 
 def floating(value: ir.Value | None) -> bool:
     """Whether a value is float32 or float16, and no quantised tensor's: what the forms are for."""
     return value is not None and value.dtype in FLOATS and graphs.made_by(value, "DequantizeLinear") is None
+
+
+class Write(Protocol[V]):
+    """Adds a node and returns its result; a form is written by a pass (V an ir.Value) as it is measured (a name)."""
+
+    def __call__(self, op: str, *inputs: V | float, like: V | None = None) -> V: ...
+
+    def reduce(self, op: str, x: V, axis: int) -> V:
+        """Reduce one axis, which stays as 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,13 +111,13 @@ class Writer:
         return graphs.constant(self.before, f"{name}_constant", np.array(value, self.like.dtype.numpy()))
 
 
-def sigmoid(write: Writer, x: ir.Value) -> ir.Value:
+def sigmoid(write: Write[V], x: V) -> V:
     """Sigmoid/tanh-abs: exp(min(x, 0)) (1 + tanh(|x| / 2)) / 2; no division, and the tail keeps its precision."""
     upper = write("Add", write("Mul", write("Tanh", write("Abs", write("Mul", x, 0.5))), 0.5), 0.5)
     return write("Mul", upper, write("Exp", write("Clip", x, EXP_LOW, 0.0)))
 
 
-def silu(write: Writer, x: ir.Value, scale: float = 1.0) -> ir.Value:
+def silu(write: Write[V], x: V, scale: float = 1.0) -> V:
     """SiLU/tanh-abs: x * sigmoid(scale * x), see sigmoid."""
     half = write("Mul", x, 0.5)
     scaled = x if scale == 1.0 else write("Mul", x, scale)
@@ -117,13 +126,13 @@ def silu(write: Writer, x: ir.Value, scale: float = 1.0) -> ir.Value:
     return write("Mul", half, write("Mul", gate, write("Exp", write("Clip", scaled, EXP_LOW, 0.0))))
 
 
-def gelu(write: Writer, x: ir.Value) -> ir.Value:
+def gelu(write: Write[V], x: V) -> V:
     """Gelu/relu5: relu(x) - a exp(fit(a)), a = min(|x|, 6)."""
     size = write("Min", write("Abs", x), GELU_END)
     return write("Sub", write("Relu", x), write("Mul", size, write("Exp", _horner(write, size, GELU_TAIL))))
 
 
-def gelu_tanh(write: Writer, x: ir.Value) -> ir.Value:
+def gelu_tanh(write: Write[V], x: V) -> V:
     """GeluTanh/abs: 0.5 (1 + tanh(u)) = sigmoid(2 u), written as sigmoid(|2 u|) exp(min(2 u, 0))."""
     # Beyond 8 GELU is x or 0, and the square would overflow in the end.
     bounded = write("Clip", x, -8.0, 8.0)
@@ -133,19 +142,19 @@ def gelu_tanh(write: Writer, x: ir.Value) -> ir.Value:
     return write("Mul", gate, write("Exp", write("Clip", logit, EXP_LOW, 0.0)))
 
 
-def softplus(write: Writer, x: ir.Value) -> ir.Value:
+def softplus(write: Write[V], x: V) -> V:
     """Softplus/fit: relu(x) + e fit(e), e = exp(-|x|)."""
     e = write("Exp", write("Max", write("Neg", write("Abs", x)), EXP_LOW))
     return write("Add", write("Relu", x), write("Mul", e, _horner(write, e, LOG1P)))
 
 
-def elu(write: Writer, x: ir.Value, alpha: float) -> ir.Value:
+def elu(write: Write[V], x: V, alpha: float = 1.0) -> V:
     """Elu/exp: relu(x) + alpha (exp(min(x, 0)) - 1)."""
     below = write("Sub", write("Exp", write("Clip", x, EXP_LOW, 0.0)), 1.0)
     return write("Add", write("Relu", x), below if alpha == 1.0 else write("Mul", below, alpha))
 
 
-def _horner(write: Writer, x: ir.Value, terms: tuple[float, ...]) -> ir.Value:
+def _horner(write: Write[V], x: V, terms: tuple[float, ...]) -> V:
     """terms[0] + terms[1] x + ..."""
     total = write("Add", write("Mul", x, terms[-1]), terms[-2])
     for term in terms[-3::-1]:
@@ -153,7 +162,7 @@ def _horner(write: Writer, x: ir.Value, terms: tuple[float, ...]) -> ir.Value:
     return total
 
 
-def softmax(write: Writer, x: ir.Value, axis: int) -> ir.Value:
+def softmax(write: Write[V], x: V, axis: int) -> V:
     """Softmax/pow: exp(x - max) times its sum's Pow(-1), which HTP rounds right where Reciprocal does not."""
     shifted = write("Sub", x, write.reduce("ReduceMax", x, axis))
     weights = write("Exp", write("Max", shifted, EXP_LOW))
@@ -161,95 +170,8 @@ def softmax(write: Writer, x: ir.Value, axis: int) -> ir.Value:
     return write("Mul", weights, write("Pow", total, -1.0, like=total))
 
 
-def log_softmax(write: Writer, x: ir.Value, axis: int) -> ir.Value:
+def log_softmax(write: Write[V], x: V, axis: int) -> V:
     """LogSoftmax/explicit: x - max - log(sum(exp(x - max)))."""
     shifted = write("Sub", x, write.reduce("ReduceMax", x, axis))
     total = write.reduce("ReduceSum", write("Exp", write("Max", shifted, EXP_LOW)), axis)
     return write("Sub", shifted, write("Log", total, like=total))
-
-
-def span(value: ir.Value | None, target: Target) -> Span:
-    """The smallest and largest element that a value can have, by calibration or by the operators that make it."""
-    return _span(value, target, DEPTH, {})
-
-
-def _span(value: ir.Value | None, target: Target, depth: int, known: dict[ir.Value, Span]) -> Span:
-    if value is None or not depth:
-        return EVERYTHING
-    if value not in known:
-        # A value read twice is looked at once, or chains of x + x would take exponential time.
-        known[value] = EVERYTHING
-        low, high = _made_within(value, target, depth, known)
-        known[value] = (-math.inf if math.isnan(low) else low), (math.inf if math.isnan(high) else high)
-    return known[value]
-
-
-def _made_within(value: ir.Value, target: Target, depth: int, known: dict[ir.Value, Span]) -> Span:
-    if value.name is not None and value.name in target.ranges:
-        return target.ranges[value.name]
-    constant = graphs.scalar(value)
-    if constant is not None:
-        return constant, constant
-    node = value.producer()
-    if node is None or node.domain not in ("", "ai.onnx") or not node.inputs:
-        return EVERYTHING
-    inner = lambda index: _span(node.inputs[index], target, depth - 1, known)
-    match node.op_type:
-        case "DequantizeLinear":
-            return _encoded(node)
-        case "Abs" | "Relu" | "Sqrt" | "ReduceSumSquare" | "ReduceL2" | "Softplus":
-            return 0.0, math.inf
-        case "Sigmoid" | "Softmax" | "HardSigmoid":
-            return 0.0, 1.0
-        case "Tanh" | "Erf" | "Sin" | "Cos":
-            return -1.0, 1.0
-        case "Exp":
-            return tuple(math.exp(min(bound, 700.0)) for bound in inner(0))  # type: ignore[return-value]
-        case "Pow" if graphs.scalar(node.inputs[1]) == 2.0:
-            return 0.0, math.inf
-        case "Mul" if node.inputs[0] is node.inputs[1]:
-            return 0.0, math.inf
-        case "Mul":
-            corners = [0.0 if not a or not b else a * b for a in inner(0) for b in inner(1)]
-            return min(corners), max(corners)
-        case "Neg":
-            low, high = inner(0)
-            return -high, -low
-        case "Add":
-            return inner(0)[0] + inner(1)[0], inner(0)[1] + inner(1)[1]
-        case "Sub" if _of(node.inputs[1], "ReduceMax", node.inputs[0]):
-            return -math.inf, 0.0
-        case "Sub":
-            return inner(0)[0] - inner(1)[1], inner(0)[1] - inner(1)[0]
-        case "Clip":
-            low, high = inner(0)
-            bottom, top = (graphs.scalar(node.inputs[i]) if i < len(node.inputs) else None for i in (1, 2))
-            return (low if bottom is None else max(low, bottom)), (high if top is None else min(high, top))
-        case "Max" | "Min":
-            spans = [inner(index) for index in range(len(node.inputs))]
-            pick = max if node.op_type == "Max" else min
-            return pick(s[0] for s in spans), pick(s[1] for s in spans)
-        case "Reshape" | "Transpose" | "Squeeze" | "Unsqueeze" | "Identity" | "Slice" | "Split" | "Expand":
-            return inner(0)
-        case "ReduceMean" | "ReduceMax" | "ReduceMin":
-            return inner(0)
-        case "ReduceSum":
-            low, high = inner(0)
-            return (0.0 if low >= 0.0 else -math.inf), (0.0 if high <= 0.0 else math.inf)
-    return EVERYTHING
-
-
-def _encoded(node: ir.Node) -> Span:
-    """The range of a quantised tensor's encoding."""
-    data, scale = node.inputs[0], graphs.scalar(node.inputs[1])
-    zero = graphs.scalar(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else 0.0
-    if data is None or data.dtype is None or scale is None or zero is None:
-        return EVERYTHING
-    low = -(1 << (data.dtype.bitwidth - 1)) if data.dtype.is_signed() else 0
-    return (low - zero) * scale, (low + (1 << data.dtype.bitwidth) - 1 - zero) * scale
-
-
-def _of(value: ir.Value | None, op: str, first: ir.Value | None) -> bool:
-    """Whether an operator with that first input makes a value."""
-    node = graphs.made_by(value, op)
-    return node is not None and node.inputs[0] is first

@@ -12,6 +12,7 @@ from ringstep.errors import RingstepError
 from sanitize import graph as graphs
 from sanitize.ops import table
 from sanitize.passes import forms
+from sanitize.ranges import span as span_of
 from sanitize.rules.operators import FLOATS, dequantised, gelu_input
 from sanitize.rules.subject import Hit, Subject
 
@@ -50,7 +51,7 @@ def poor(subject: Subject) -> Iterator[Hit]:
         measured = _table(subject, precision) if precision else None
         if measured is None or precision is None:
             continue
-        span = forms.span(data, subject.target)
+        span = span_of(data, subject.target)
         low, high = max(span[0], TYPICAL[0]), min(span[1], TYPICAL[1])
         if known := all(map(math.isfinite, span)):
             low, high = span
@@ -79,7 +80,7 @@ def _squares(subject: Subject) -> Iterator[Hit]:
         square = a is b if place.node.op_type == "Mul" else graphs.scalar(b) == 2
         if not square or _precision(subject, place.node) != "fp16":
             continue
-        largest = max(map(abs, forms.span(a, subject.target)))
+        largest = max(map(abs, span_of(a, subject.target)))
         if LARGEST_ROOT < largest < math.inf:
             what = f"the square of values up to {largest:.4g} overflows in fp16"
             in_norm = any(user.op_type == "ReduceMean" for user in graphs.users(place.node.outputs[0]))
