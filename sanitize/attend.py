@@ -66,6 +66,11 @@ def by_head(before: ir.Node, x: ir.Value, heads: int) -> ir.Value:
     return emit(before, "Transpose", x, perm=[0, 2, 1, 3])
 
 
+def behind(before: ir.Node, past: ir.Value | None, new: ir.Value) -> ir.Value:
+    """[batch, heads, n, size] behind a cache [batch, heads, past, size] if there is one."""
+    return emit(before, "Concat", past, new, axis=2) if past is not None else new
+
+
 def side_by_side(before: ir.Node, x: ir.Value) -> ir.Value:
     """[batch, heads, n, size] as [batch, n, heads * size]."""
     batch, heads, n, size = static(before, x, "its result")

@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
-
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+from sanitize.tensors import FLOATS
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,3 +211,10 @@ def used(node: ir.Node, at: int) -> bool:
 def given(node: ir.Node, at: int) -> ir.Value | None:
     """A node's input, None where it is left out."""
     return node.inputs[at] if at < len(node.inputs) else None
+
+
+def refuse_inputs(node: ir.Node, unsupported: Mapping[int, str]) -> None:
+    """Raise RingstepError where one of these inputs, by index, is given."""
+    for at, name in unsupported.items():
+        if given(node, at) is not None:
+            raise refuse(node, f"its input {name} has no lowering; export without it")

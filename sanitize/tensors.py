@@ -14,6 +14,8 @@ import onnx_ir as ir
 from ringstep.errors import RingstepError
 
 CHUNK = 4 << 20
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+ALL_FLOATS = (*FLOATS, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:

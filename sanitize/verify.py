@@ -14,6 +14,7 @@ import onnx_ir as ir
 from ringstep import child
 from ringstep.errors import RingstepError, did_you_mean
 from sanitize.model_file import staged
+from sanitize.tensors import FLOATS
 
 TIMEOUT_SECONDS = 1800.0
 INPUT_LIMIT = 1 << 30  # bytes of one array in an --inputs file
@@ -21,7 +22,6 @@ SIZES = (4, 2, 1)  # tried for dynamic dims
 RANGED = ("Sigmoid", "Swish", "Softmax", "LogSoftmax", "Exp", "Log", "Gelu", "Erf", "Tanh", "Pow", "Mul", "Div",
           "Reciprocal", "Sqrt", "ReduceSumSquare", "ReduceL2", "RMSNormalization", "LayerNormalization",
           "QuickGelu", "FastGelu", "BiasGelu")  # fmt: skip
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 Feeds = dict[str, np.ndarray]
 
 

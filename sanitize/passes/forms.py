@@ -17,8 +17,8 @@ from sanitize import graph as graphs
 from sanitize.ops import table as tables
 from sanitize.ranges import EVERYTHING, Span
 from sanitize.target import Target
+from sanitize.tensors import FLOATS
 
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 # HTP's Exp returns garbage from about -100 down; e^-40 is a clean 0 in fp16.
 EXP_LOW = -40.0
 WORTH_DB = 3.0

@@ -32,9 +32,9 @@ from sanitize import graph as graphs
 from sanitize.passes import Change, Pass
 from sanitize.stream import chunks, mapped
 from sanitize.target import Target
+from sanitize.tensors import ALL_FLOATS
 
 D = ir.DataType
-FLOATS = (D.FLOAT, D.FLOAT16, D.BFLOAT16, D.DOUBLE)
 SOFT, ADDED, OBSERVED = 1, 2, 4
 """What becomes of a value: it reaches a Softmax; it is added to something; it is compared or returned."""
 SOFTENERS = ("Softmax", "LogSoftmax", "Exp", "Attention", "MultiHeadAttention", "GroupQueryAttention")
@@ -67,7 +67,7 @@ def masks(
             constants.append(node.outputs[0])
     for value in constants:
         tensor = _constant(value)
-        if tensor is None or tensor.dtype not in FLOATS:
+        if tensor is None or tensor.dtype not in ALL_FLOATS:
             continue
         found = [((use.node, use.idx), _flow(use.node, use.idx, flows)) for use in value.uses()]
         uses = [slot for slot, flow in found if _is_mask(flow)]

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
-from sanitize.attend import attend, bias_of, by_head, causal, masked, side_by_side
+from sanitize.attend import attend, behind, bias_of, by_head, causal, masked, side_by_side
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -36,18 +36,15 @@ def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
     flat = match.rank(q) == 3
     heads, kv_heads = (graphs.attribute(node, f"{name}_num_heads", 0) for name in ("q", "kv"))
     q, k, v = by_head(node, q, heads), by_head(node, k, kv_heads), by_head(node, v, kv_heads)
-    past = 0
-    if past_key is not None and past_value is not None:
-        past = match.static(node, past_key, "past_key")[2]
-        k = match.emit(node, "Concat", past_key, k, axis=2)
-        v = match.emit(node, "Concat", past_value, v, axis=2)
+    new = match.static(node, k, "its keys")[2]
+    k, v = behind(node, past_key, k), behind(node, past_value, v)
     _, _, n, size = match.static(node, q, "its query")
-    total = match.static(node, k, "its keys")[2]
+    total = match.static(node, k, "its keys and past_key")[2]
     biases: list[ir.Value | np.ndarray | None] = []
     if graphs.attribute(node, "is_causal", 0):
         if lengths is not None:
             raise match.refuse(node, "is_causal together with nonpad_kv_seqlen has no lowering; give a mask instead")
-        biases.append(causal(q, n, total, past, low))
+        biases.append(causal(q, n, total, total - new, low))
     if mask is not None:
         if match.inner(mask) not in (total, 1):
             raise match.refuse(node, f"its mask covers {match.inner(mask)} of {total} keys; give one for all")

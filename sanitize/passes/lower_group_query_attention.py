@@ -47,9 +47,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
 
 
 def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
-    for at, name in UNSUPPORTED.items():
-        if match.given(node, at) is not None:
-            raise refuse(node, f"its input {name} has no lowering; export without it")
+    match.refuse_inputs(node, UNSUPPORTED)
     for name in SWITCHES:
         if graphs.attribute(node, name, 0) > 0:
             raise refuse(node, f"its attribute {name} has no lowering; export without it")

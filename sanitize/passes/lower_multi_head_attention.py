@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from sanitize import graph as graphs
 from sanitize import match
-from sanitize.attend import attend, by_head, causal, masked, side_by_side
+from sanitize.attend import attend, behind, by_head, causal, masked, side_by_side
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -32,15 +32,12 @@ def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
     if projection is not None:
         q, k, v = _with_projection(node, q, k, v, projection)
     q, k, v = by_head(node, q, heads), by_head(node, k, heads), by_head(node, v, heads)
-    past = 0
-    if past_key is not None and past_value is not None:
-        past = match.static(node, past_key, "past_key")[2]
-        k = match.emit(node, "Concat", past_key, k, axis=2)
-        v = match.emit(node, "Concat", past_value, v, axis=2)
+    new = match.static(node, k, "its keys")[2]
+    k, v = behind(node, past_key, k), behind(node, past_value, v)
     _, _, n, size = match.static(node, q, "its query")
-    total = match.static(node, k, "its keys")[2]
+    total = match.static(node, k, "its keys and past_key")[2]
     seen = hide(node, padding, q, total, low) if padding is not None else None
-    triangle = causal(q, n, total, past, low) if graphs.attribute(node, "unidirectional", 0) else None
+    triangle = causal(q, n, total, total - new, low) if graphs.attribute(node, "unidirectional", 0) else None
     result = attend(node, q, k, v, scale=graphs.attribute(node, "scale") or size**-0.5, biases=(bias, seen, triangle))
     return [side_by_side(node, result), k, v]
 

@@ -23,9 +23,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
 
 
 def _lower(node: ir.Node, low: float) -> list[ir.Value | None]:
-    for at, name in UNSUPPORTED.items():
-        if match.given(node, at) is not None:
-            raise match.refuse(node, f"its input {name} has no lowering; export without a cache")
+    match.refuse_inputs(node, UNSUPPORTED)
     if match.used(node, 1) or graphs.attribute(node, "do_rotary", 0):
         raise match.refuse(node, "present and do_rotary have no lowering; export without them")
     x, weight, bias, padding, _, scores = (match.given(node, at) for at in range(6))

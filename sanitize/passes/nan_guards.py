@@ -22,12 +22,12 @@ import onnx_ir as ir
 from sanitize import graph as graphs
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
+from sanitize.tensors import ALL_FLOATS
 
 WRAPPERS = ("Cast", "Identity")
 MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Gather", "Split", "Concat")
 ARITHMETIC = ("Add", "Sub", "Mul", "Neg", "Where", "Max", "Min", "Clip", "Abs")
 NAN_MAKERS = ("Sqrt", "Log", "Pow", "Div", "Mod", "Acos", "Asin", "Acosh", "Atanh")
-FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
 LOOK_BACK = 32  # values
 
 
@@ -78,7 +78,7 @@ def _root(value: ir.Value) -> ir.Value:
     """What a value is before Identity and float casts, which keep NaN what it is."""
     while node := graphs.made_by(value, *WRAPPERS):
         source = node.inputs[0]
-        if source is None or (node.op_type == "Cast" and not {source.dtype, value.dtype} <= set(FLOATS)):
+        if source is None or (node.op_type == "Cast" and not {source.dtype, value.dtype} <= set(ALL_FLOATS)):
             break
         value = source
     return value
@@ -105,7 +105,7 @@ def _may_be_nan(value: ir.Value, target: Target) -> bool:
             inputs = list(node.inputs)
         elif node.op_type in (*WRAPPERS, *MOVES):
             inputs = list(node.inputs[:1])
-        fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *FLOATS)]
+        fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *ALL_FLOATS)]
         todo += fresh
         seen.update(fresh)
     return False
@@ -125,7 +125,7 @@ def _callers_mask(scores: ir.Value | None) -> bool:
             continue
         if node.op_type in ("Add", "Where", *WRAPPERS, *MOVES):
             inputs = node.inputs if node.op_type in ("Add", "Where", "Concat") else node.inputs[:1]
-            fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *FLOATS)]
+            fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *ALL_FLOATS)]
             todo += fresh
             seen.update(fresh)
     return False

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize import match
 from sanitize.casts import BOOL_DATA
 from sanitize.passes import nan_guards as nan_guards_pass
 from sanitize.passes.fuse_gelu import find_gelu
@@ -98,16 +99,10 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
 
 def gelu_input(node: ir.Node) -> ir.Value | None:
     """What an Erf takes the GELU of: 1 + erf(x / sqrt 2), which the compiler fuses to its Gelu; None elsewhere."""
-    scaled = graphs.made_by(node.inputs[0], "Div", "Mul") if node.op_type == "Erf" and node.domain in ONNX else None
-    user = graphs.sole_user(node.outputs[0]) if scaled is not None else None
-    if scaled is None or user is None or user.op_type != "Add" or 1.0 not in map(graphs.scalar, user.inputs):
-        return None
-    wanted = 0.5**0.5 if scaled.op_type == "Mul" else 2**0.5
-    for x, factor in ((scaled.inputs[0], scaled.inputs[1]), (scaled.inputs[1], scaled.inputs[0])):
-        number = graphs.scalar(factor)
-        if number is not None and abs(number / wanted - 1) < 1e-3:
-            return x
-    return None
+    erf = node.op_type == "Erf" and node.domain in ONNX
+    plus = match.with_constant(match.next_node(node.outputs[0], "Add")) if erf else None
+    times = match.scaled(graphs.made_by(node.inputs[0], "Mul", "Div")) if plus is not None and plus[1] == 1.0 else None
+    return times[0] if times is not None and abs(times[1] / 0.5**0.5 - 1.0) < 1e-3 else None
 
 
 def mending_pass(subject: Subject, node: ir.Node, kind: str) -> str:
