@@ -130,7 +130,19 @@ def check(
     branch_feeds = feeds | {"choose_branch": np.array(True)}
     _, inside = _once(in_if(model), the_pass, folder / "if", target, branch_feeds, min_db)
     assert bool(inside) == bool(made), f"{the_pass.name} reported {inside} in an If body, {made} outside"
+    _once(all_returned(model), the_pass, folder / "returned", target, feeds, min_db)
     return after
+
+
+def all_returned(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with every value that a node makes as an output, where ONNX knows its type."""
+    found = onnx.shape_inference.infer_shapes(model)
+    returned = {output.name for output in model.graph.output}
+    made = {name for node in model.graph.node for name in node.output}
+    more = onnx.ModelProto.FromString(model.SerializeToString())
+    known = [v for v in found.graph.value_info if v.name in made - returned and v.type.tensor_type.elem_type]
+    more.graph.output.extend(known)
+    return more
 
 
 def _once(
