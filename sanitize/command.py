@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sanitize.passes import Pass
 
 HALF_DB = 40.0  # passes promise for float32; two orders of rounding in float16 differ by this much over a deep model
+ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step of a difference in the last bit
 
 
 @click.command(short_help="Make an ONNX model fit for a target.")
@@ -125,7 +126,8 @@ def sanitize_file(
     if refuse:
         refuse_errors(lint(model, goal, source))
     min_db = min((a.min_db for a in applied), default=math.inf)
-    if math.isfinite(min_db) and graphs.uses(model, ir.DataType.FLOAT16):
+    rounds = graphs.uses(model, ir.DataType.FLOAT16) or any(n.op_type in ROUNDING for n in graphs.every_node(model))
+    if math.isfinite(min_db) and rounds:
         min_db = min(min_db, HALF_DB)
     compared: list[Any] = []
 

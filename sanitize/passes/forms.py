@@ -74,8 +74,8 @@ def swap(node: ir.Node, new: ir.Value) -> None:
 
 
 def floating(value: ir.Value | None) -> bool:
-    """Whether a value is float32 or float16: what the forms are for."""
-    return value is not None and value.dtype in FLOATS
+    """Whether a value is float32 or float16 and was not quantised before: what the forms are for."""
+    return value is not None and value.dtype in FLOATS and graphs.dequantised(value) is None
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,9 @@ class Writer:
 
     def number(self, value: float, name: str) -> ir.Value:
         """A scalar constant."""
-        assert self.like.dtype is not None
-        return graphs.constant(self.before, f"{name}_constant", np.array(value, self.like.dtype.numpy()))
+        # Inference may know nothing of the node's own output.
+        dtype = next(v.dtype for v in (self.like, *self.before.inputs) if v is not None and v.dtype in FLOATS)
+        return graphs.constant(self.before, f"{name}_constant", np.array(value, dtype.numpy()))
 
 
 def sigmoid(write: Writer, x: ir.Value) -> ir.Value:
