@@ -74,7 +74,7 @@ RULES = (
         "rank-0", "note", HTP, "scalars of rank 0",
         "This compiler takes them, as the observations say; converters of older SDKs do not, and hosts disagree on how "
         "to feed them.",
-        "give it the shape [1]", "rank0", shapes.scalars,
+        "give it the shape [1]", None, shapes.scalars,
     ),
     Rule(
         "rank-0-axes", "error", ALL, "axes given as a scalar",

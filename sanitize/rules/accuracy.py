@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[str, str | None]] = {
     "Cos": ("Cos/native", None), "Tanh": ("Tanh", None), "HardSwish": ("HardSwish/native", None),
     "Elu": ("Elu/native", None), "Reciprocal": ("Reciprocal/native", "accurate-divide"),
 }  # fmt: skip
+SIXTEEN = (ir.DataType.UINT16, ir.DataType.INT16)
 POOR_DB = 55.0
 LOSS_DB = 10.0  # below correct rounding: a form whose best is poor is not the kernel's fault
 TYPICAL = (-7.9, 7.9)  # where nothing is known of a range
@@ -54,7 +55,9 @@ def poor(subject: Subject) -> Iterator[Hit]:
             what = f"{op} in {precision} reaches {max(row.snr_db, 0):.0f} dB {where} (simulated)"
             if span is None:
                 what += "; its range is not known"
-            yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity=None if span else "note")
+            # The passes write floats, and only for models that are computed in fp16.
+            passes = fixed_by if precision == subject.target.precision == "fp16" else None
+            yield Hit(place.name, what, place.where, fixed_by=passes, severity=None if span else "note")
     yield from _squares(subject)
 
 
@@ -76,8 +79,11 @@ def _precision(subject: Subject, node: ir.Node) -> str | None:
     data = node.inputs[0]
     if chip is None or data is None or data.dtype not in FLOATS:
         return None
-    if dequantised(data) is not None:
-        return "a16"
+    stored = dequantised(data)
+    if stored is not None:
+        return "a16" if stored.dtype in SIXTEEN else None  # kernels of 8 bits were not measured
+    if subject.target.precision == "fp32":
+        return None
     return "fp16" if chip.fp16 and (subject.target.precision != "a16" or subject.quantised) else None
 
 

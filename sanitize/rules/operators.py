@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize.graph import dequantised
 from sanitize.rules.subject import ONNX, Hit, Subject, element
 from sanitize.support import load_support
 
@@ -25,12 +26,15 @@ FIXED_BY = {
     "com.microsoft.FusedMatMul": "lower-fused-matmul",
     **{f"com.microsoft.{op}": "lower-gelu" for op in ("Gelu", "BiasGelu", "FastGelu", "QuickGelu")},
 }  # fmt: skip
+BEFORE_QUANTISING = ("Erf", "LayerNormalization")
+"""What they belong to is no longer seen between QuantizeLinear and DequantizeLinear."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
     ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
     ir.DataType.BOOL: "bool",
 }  # fmt: skip
 WEIGHTS = {ir.DataType.UINT8: "a16 u8", ir.DataType.UINT16: "16x16"}
+ANY_WEIGHTS = "a16 any"  # 16-bit activations, weights in floats: whatever the chip takes is open to them
 DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
@@ -42,14 +46,6 @@ TOO_FINE = {"Log": 2.0**-14}
 def full_name(node: ir.Node) -> str:
     """Operator as the data files have it: the domain in front unless it is ONNX's own."""
     return node.op_type if node.domain in ONNX else f"{node.domain}.{node.op_type}"
-
-
-def dequantised(value: ir.Value | None) -> ir.Value | None:
-    """The quantised tensor behind a value that a DequantizeLinear makes."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "DequantizeLinear":
-        return None
-    return node.inputs[0]
 
 
 def kind_of(subject: Subject, node: ir.Node) -> str | None:
@@ -67,12 +63,12 @@ def kind_of(subject: Subject, node: ir.Node) -> str | None:
     source = dequantised(data)
     if source is None or subject.constant(source):
         # Floats that are still to be quantised; where some are quantised already, floats are meant to stay.
-        return "a16" if subject.target.precision == "a16" and not subject.quantised else kind
+        return ANY_WEIGHTS if subject.target.precision == "a16" and not subject.quantised else kind
     for value in node.inputs[1:]:
         weight = dequantised(value)
         if weight is not None and subject.constant(weight):
             return WEIGHTS.get(weight.dtype, "a16") if weight.dtype else "a16"
-    return "a16"
+    return ANY_WEIGHTS
 
 
 def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
@@ -81,6 +77,10 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
     if entry is None:
         return None
     kind = kind_of(subject, node)
+    if kind == ANY_WEIGHTS:
+        assert subject.target.chip is not None
+        takes = (k for k in ("a16", *WEIGHTS.values()) if subject.target.chip.htp_arch in entry.get(k, []))
+        kind = next(takes, "a16")
     if kind not in entry:
         kind = "a16" if kind in ("a16 u8", "16x16") and "a16" in entry else "any"
     if kind not in entry:
@@ -121,9 +121,16 @@ def unsupported(subject: Subject) -> Iterator[Hit]:
         crashes = arch in subject.support.crashes.get(f"{name} {kind}", [])
         verb = "crashes the compiler" if crashes else "is refused"
         others = subject.support.operators[name]
-        narrow = kind == "int64" and arch in others.get("int32", [])
+        right = arch not in subject.support.wrong.get(f"{name} int32", [])
+        narrow = kind == "int64" and arch in others.get("int32", []) and right
         passes = "narrow-types" if narrow else FIXED_BY.get(name)
         fix = f"{name} in int32 is taken" if narrow else None
+        if kind != "a16 u8" and arch in others.get("a16 u8", []) and kind in ("a16", *WEIGHTS.values()):
+            passes, fix = None, f"quantise its weight to uint8: {name} with that is taken"
+        elif name in BEFORE_QUANTISING and subject.quantised:
+            passes, fix = None, f"run sanitize (pass {passes}) on the float model, then quantise it"
+        elif name == "GatherND" and not subject.constant(node.inputs[1]):
+            passes = None
         yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=passes, fix=fix)
 
 
