@@ -175,7 +175,7 @@ def _feeds(path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] |
         for name in wanted:
             if name not in given:
                 raise RingstepError(f"--inputs: the input {name!r} is missing")
-        return given
+        return {name: _fit(name, given[name], _kind(value)) for name, value in wanted.items()}
     error: Exception | None = None
     # A dynamic dim may be a batch, a length or a sum of two: the first size with which the model runs is taken.
     for size in SIZES:
@@ -186,6 +186,16 @@ def _feeds(path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] |
         except Exception as caught:
             error = caught
     raise RingstepError(f"does not run on random inputs, give --inputs FILE.npz: {child.one_line(str(error))}")
+
+
+def _fit(name: str, array: np.ndarray, kind: str) -> np.ndarray:
+    """An array in the type of its input, which a pass may have narrowed, where it loses no more than digits."""
+    if kind not in np.sctypeDict or array.dtype == kind:
+        return array
+    cast = array.astype(kind) if array.dtype.kind in "fiub" else None
+    if cast is None or not (array.dtype.kind == cast.dtype.kind == "f" or np.array_equal(cast, array)):
+        raise RingstepError(f"--inputs: {name!r} is {array.dtype} and does not fit in {kind}, which the model wants")
+    return cast
 
 
 def _random(wanted: Mapping[str, Any], size: int, dims: Mapping[str, int], rng: np.random.Generator) -> Feeds:
