@@ -11,6 +11,8 @@ D = ir.DataType
 BOOL_DATA = {"Equal": (0, 1), "Where": (1, 2), "Pad": (0, 2), "ReduceMax": (0,), "ReduceMin": (0,),
              "GatherND": (0,), "ScatterElements": (0, 2)}  # fmt: skip
 """Operators that HTP refuses on bools, with the inputs that hold them."""
+THROUGH_FLOAT = ("Pad", "GatherND")
+"""Those that it refuses in int32 too, or takes and does not compute (sanitize/support)."""
 BITS = {D.FLOAT16: (11, 5), D.BFLOAT16: (8, 8), D.FLOAT: (24, 8), D.DOUBLE: (53, 11)}
 """Bits of the significand and of the exponent."""
 INTEGERS = {D.INT8: (7, 1), D.INT16: (15, 1), D.INT32: (31, 1), D.INT64: (63, 1), D.UINT8: (8, 0),
@@ -45,7 +47,7 @@ def free_bools(model: ir.Model) -> list[Change]:
         assert isinstance(graph, ir.Graph)
         if not data or any(node.inputs[i].dtype != D.BOOL for i in data):  # type: ignore[union-attr]
             continue
-        kind = D.FLOAT if node.op_type == "Pad" else D.INT32
+        kind = D.FLOAT if node.op_type in THROUGH_FLOAT else D.INT32
         for i in data:
             value, name = node.inputs[i], f"{node.name or node.op_type}/{kind.name.lower()}"
             wide = graphs.insert(node, "Cast", [value], {"to": kind}, name=name, like=value, dtype=kind)

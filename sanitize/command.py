@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sanitize.passes import Pass
 
 HALF_DB = 40.0  # passes promise for float32; two orders of rounding in float16 differ by this much over a deep model
+EXCLUSIVE = {"merge-projections", "split-projections"}
+ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step of a difference in the last bit
 
 
 @click.command(short_help="Make an ONNX model fit for a target.")
@@ -61,18 +63,21 @@ def sanitize(model: Path, target: str, chip: str | None, precision: str | None, 
 
 
 def choose_passes(skip: Sequence[str] = (), extra: Sequence[str] = ()) -> list[Pass]:
-    """The passes to run, in order: all of order.py without `skip` (names or patterns such as accurate-*), then the
-    layouts named in `extra`. Raises RingstepError for a name that is no pass.
+    """The passes to run, in order: all of order.py without `skip`, then the layouts of `extra` (both: names or patterns
+    such as accurate-*). Raises RingstepError for a name that is no pass, and for layouts that undo each other.
     """
     from sanitize.order import LAYOUTS, PASSES
 
     for names, known in ((skip, PASSES), (extra, LAYOUTS)):
         for name in names:
-            if "*" not in name and name not in {p.name for p in known}:
+            if not any(fnmatch.fnmatchcase(p.name, name) for p in known):
                 near = did_you_mean(name, [p.name for p in known])
                 raise RingstepError(f"unknown pass {name!r}{near}; there are {', '.join(p.name for p in known)}")
-    skipped = {p.name for p in PASSES for name in skip if fnmatch.fnmatchcase(p.name, name)}
-    return [p for p in PASSES if p.name not in skipped] + [p for p in LAYOUTS if p.name in extra]
+    named = lambda p, names: any(fnmatch.fnmatchcase(p.name, name) for name in names)
+    layouts = [p for p in LAYOUTS if named(p, extra)]
+    if {p.name for p in layouts} >= EXCLUSIVE:
+        raise RingstepError(f"--with {', '.join(sorted(EXCLUSIVE))}: they undo each other; give one of them")
+    return [p for p in PASSES if not named(p, skip)] + layouts
 
 
 def sanitize_file(
@@ -126,7 +131,8 @@ def sanitize_file(
     if refuse:
         refuse_errors(lint(model, goal, source))
     min_db = min((a.min_db for a in applied), default=math.inf)
-    if math.isfinite(min_db) and graphs.uses(model, ir.DataType.FLOAT16):
+    rounds = graphs.uses(model, ir.DataType.FLOAT16) or any(n.op_type in ROUNDING for n in graphs.every_node(model))
+    if math.isfinite(min_db) and rounds:
         min_db = min(min_db, HALF_DB)
     compared: list[Any] = []
 

@@ -19,6 +19,7 @@ from sanitize.tensors import to_numpy
 
 NAMES, ROOT = "ringstep.names", "ringstep.root"
 MOST_COPIES = 1 << 26
+CONVERSIONS = ("QuantizeLinear", "DequantizeLinear")
 SMALL = 1 << 20  # elements; larger constants are weights, which passes do not read
 
 
@@ -287,6 +288,12 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return default if found is None or found.is_ref() else found.value
 
 
+def dequantised(value: ir.Value | None) -> ir.Value | None:
+    """The quantised tensor behind a value that a DequantizeLinear makes."""
+    node = value.producer() if value is not None else None
+    return node.inputs[0] if node is not None and node.op_type == "DequantizeLinear" else None
+
+
 def unique_name(graph: ir.Graph, wanted: str) -> str:
     """A name that no value and no node has, in any graph of the model."""
     root = _root(graph)
@@ -342,13 +349,24 @@ def infer_types(model: ir.Model) -> None:
 def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A model with the types that onnx infers; the same where it fails: passes ask for what they need."""
     nodes = proto.graph.node
+    conversions = [node for node in nodes if node.domain == "com.microsoft" and node.op_type in CONVERSIONS]
     # onnx copies the types of all outer values for every body: thousands of Ifs in a row would take minutes.
     if len(nodes) * sum(attribute.HasField("g") for node in nodes for attribute in node.attribute) > MOST_COPIES:
         return proto
     try:
-        return onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
+        # ONNX's own say the same of types and shapes.
+        for node in conversions:
+            node.domain = ""
+        found = onnx.shape_inference.infer_shapes(proto, check_type=False, strict_mode=False, data_prop=True)
     except Exception:
-        return proto
+        found = proto
+    finally:
+        for node in conversions:
+            node.domain = "com.microsoft"
+    if found is not proto and conversions:
+        for node, before in zip(found.graph.node, nodes, strict=True):
+            node.domain = before.domain
+    return found
 
 
 def _merge(graph: ir.Graph, proto: onnx.GraphProto) -> None:

@@ -200,6 +200,8 @@ def lower(
                 graphs.replace(old, new)
         graphs.remove(node)
         changes.append(Change(name, f"{node.op_type} {what}"))
+    if changes:
+        graphs.infer_types(model)  # of other domains' operators nothing was known behind them
     return changes
 
 

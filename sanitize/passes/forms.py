@@ -61,8 +61,8 @@ def gain(target: Target, native: str, form: str, span: Span = EVERYTHING, size: 
 
 
 def floating(value: ir.Value | None) -> bool:
-    """Whether a value is float32 or float16, and no quantised tensor's: what the forms are for."""
-    return value is not None and value.dtype in FLOATS and graphs.made_by(value, "DequantizeLinear") is None
+    """Whether a value is float32 or float16 and was not quantised before: what the forms are for."""
+    return value is not None and value.dtype in FLOATS and graphs.dequantised(value) is None
 
 
 class Write(Protocol[V]):
@@ -107,8 +107,9 @@ class Writer:
 
     def number(self, value: float, name: str) -> ir.Value:
         """A scalar constant."""
-        assert self.like.dtype is not None
-        return graphs.constant(self.before, f"{name}_constant", np.array(value, self.like.dtype.numpy()))
+        # Inference may know nothing of the node's own output.
+        dtype = next(v.dtype for v in (self.like, *self.before.inputs) if v is not None and v.dtype in FLOATS)
+        return graphs.constant(self.before, f"{name}_constant", np.array(value, dtype.numpy()))
 
 
 def sigmoid(write: Write[V], x: V) -> V:

@@ -20,7 +20,7 @@ from sanitize.target import Target
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
-    """See the module. Norms over several dims, or whose mean is read, stay for the lint to name."""
+    """See the module. Norms that are quantised, over several dims, or whose mean is read stay for the lint to name."""
     if takes_layer_norm(target):
         return []
     found = [node for node in graphs.every_node(model) if node.op_type == "LayerNormalization" and _plain(node)]
@@ -42,7 +42,8 @@ def run(model: ir.Model, target: Target) -> list[Change]:
 
 def _plain(node: ir.Node) -> bool:
     x = node.inputs[0]
-    return x is not None and match.inner(x) is not None and on_last(node, x) and not any(
+    quantised = graphs.dequantised(x) is not None  # what is written in its place would compute in floats
+    return x is not None and not quantised and match.inner(x) is not None and on_last(node, x) and not any(
         match.used(node, at) for at in (1, 2)
     )  # fmt: skip
 

@@ -28,8 +28,9 @@ from sanitize.stream import chunks, mapped
 from sanitize.target import Target
 
 D = ir.DataType
-PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0}
-"""From this input on, int64 stays: compile-time parameters, and kernels that ONNX Runtime lacks for int32."""
+PARAMETERS = {"Slice": 1, "Pad": 1, "OneHot": 0, "Unique": 0, "GatherND": 0}
+"""From this input on, int64 stays: compile-time parameters, kernels that ONNX Runtime lacks for int32, and GatherND,
+which HTP refuses in int64, and in int32 takes and does not compute."""
 CONSTANTS = ("Constant", "ConstantOfShape")
 INT32 = np.iinfo(np.int32)
 Slot = tuple[ir.Node, int]

@@ -49,7 +49,7 @@ def _why(node: ir.Node, shape: ir.Value, sizes: np.ndarray | None) -> str:
     if sizes is None:
         return (
             f"{where}: its shape {shape.name!r} is computed from sizes that are not fixed, so a 0 cannot be ruled out; "
-            "export with fixed input shapes"
+            "export with fixed input shapes, or fix them with --dim"
         )
     return (
         f"{where}: its shape {sizes.tolist()} holds a 0: an empty tensor, which the NPU cannot hold; cut that part off"

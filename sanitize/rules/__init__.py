@@ -63,7 +63,8 @@ RULES = (
     Rule(
         "dynamic-shape", "error", HTP, "a shape that is not known before the model runs",
         "An HTP graph is compiled for fixed shapes.",
-        "export with fixed sizes; for several of them, one graph each", None, shapes.unknown_dims,
+        "export with fixed sizes, or fix them by `ringstep sanitize --dim NAME=SIZE`; for several, one graph each",
+        None, shapes.unknown_dims,
     ),
     Rule(
         "empty-tensor", "error", HTP, "a tensor without elements",

@@ -32,6 +32,7 @@ FORMS: dict[str, tuple[str, str, str]] = {
     "HardSwish": ("HardSwish/native", "", ""),
 }  # fmt: skip
 TANH_GELU = ("GeluTanh/native", "GeluTanh/abs", "accurate-gelu")
+SIXTEEN = (ir.DataType.UINT16, ir.DataType.INT16)
 POOR_DB = 55.0
 LOSS_DB = 10.0  # below correct rounding: a form whose best is poor is not the kernel's fault
 TYPICAL = (-7.9, 7.9)  # where nothing is known of a range
@@ -67,7 +68,9 @@ def poor(subject: Subject) -> Iterator[Hit]:
             if not known:
                 what += "; its range is not known"
             target = dataclasses.replace(subject.target, precision=precision)
-            if not forms.floating(data) or not better or not forms.gain(target, form, better, span, size):
+            # The passes write floats, and only for models that are computed in fp16.
+            written = precision == subject.target.precision == "fp16" and forms.floating(data) and better
+            if not written or not forms.gain(target, form, better, span, size):
                 fixed_by = ""
             yield Hit(place.name, what, place.where, fixed_by=fixed_by, severity=None if known else "note")
     yield from _squares(subject)
@@ -92,8 +95,11 @@ def _precision(subject: Subject, node: ir.Node) -> str | None:
     data = node.inputs[0]
     if chip is None or data is None or data.dtype not in FLOATS:
         return None
-    if dequantised(data) is not None:
-        return "a16"
+    stored = dequantised(data)
+    if stored is not None:
+        return "a16" if stored.dtype in SIXTEEN else None  # kernels of 8 bits were not measured
+    if subject.target.precision == "fp32":
+        return None
     return "fp16" if chip.fp16 and (subject.target.precision != "a16" or subject.quantised) else None
 
 

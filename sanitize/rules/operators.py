@@ -11,6 +11,7 @@ import onnx_ir as ir
 from sanitize import graph as graphs
 from sanitize import match
 from sanitize.casts import BOOL_DATA
+from sanitize.graph import dequantised
 from sanitize.passes import nan_guards as nan_guards_pass
 from sanitize.passes.fuse_gelu import find_gelu
 from sanitize.passes.fuse_rms_norm import on_last
@@ -30,12 +31,15 @@ FIXED_BY = {
     "com.microsoft.FusedMatMul": "lower-fused-matmul",
     **{f"com.microsoft.{op}": "lower-gelu" for op in ("BiasGelu", "FastGelu", "QuickGelu")},
 }  # fmt: skip
+BEFORE_QUANTISING = ("Erf", "LayerNormalization")
+"""What they belong to is no longer seen between QuantizeLinear and DequantizeLinear."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
     ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
     ir.DataType.BOOL: "bool",
 }  # fmt: skip
 WEIGHTS = {ir.DataType.UINT8: "a16 u8", ir.DataType.UINT16: "16x16"}
+ANY_WEIGHTS = "a16 any"  # 16-bit activations, weights in floats: whatever the chip takes is open to them
 DATA_INPUT = {"Where": 1}  # elsewhere the first input is the data
 CONVERSIONS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 # What these return in 16 bits is right in one encoding only (scale, zero point).
@@ -47,14 +51,6 @@ TOO_FINE = {"Log": 2.0**-14}
 def full_name(node: ir.Node) -> str:
     """Operator as the data files have it: the domain in front unless it is ONNX's own."""
     return node.op_type if node.domain in ONNX else f"{node.domain}.{node.op_type}"
-
-
-def dequantised(value: ir.Value | None) -> ir.Value | None:
-    """The quantised tensor behind a value that a DequantizeLinear makes."""
-    node = value.producer() if value is not None else None
-    if node is None or node.op_type != "DequantizeLinear":
-        return None
-    return node.inputs[0]
 
 
 def kind_of(subject: Subject, node: ir.Node) -> str | None:
@@ -72,12 +68,12 @@ def kind_of(subject: Subject, node: ir.Node) -> str | None:
     source = dequantised(data)
     if source is None or subject.constant(source):
         # Floats that are still to be quantised; where some are quantised already, floats are meant to stay.
-        return "a16" if subject.target.precision == "a16" and not subject.quantised else kind
+        return ANY_WEIGHTS if subject.target.precision == "a16" and not subject.quantised else kind
     for value in node.inputs[1:]:
         weight = dequantised(value)
         if weight is not None and subject.constant(weight):
             return WEIGHTS.get(weight.dtype, "a16") if weight.dtype else "a16"
-    return "a16"
+    return ANY_WEIGHTS
 
 
 def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
@@ -86,6 +82,10 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
     if entry is None:
         return None
     kind = kind_of(subject, node)
+    if kind == ANY_WEIGHTS:
+        assert subject.target.chip is not None
+        takes = (k for k in ("a16", *WEIGHTS.values()) if subject.target.chip.htp_arch in entry.get(k, []))
+        kind = next(takes, "a16")
     if kind not in entry:
         kind = "a16" if kind in ("a16 u8", "16x16") and "a16" in entry else "any"
     if kind not in entry:
@@ -140,6 +140,11 @@ def unsupported(subject: Subject) -> Iterator[Hit]:
         verb = "crashes the compiler" if crashes else "is refused"
         fixed_by = mending_pass(subject, node, kind)
         fix = f"{name} in int32 is taken" if kind == "int64" and fixed_by == "narrow-types" else None
+        taken = subject.support.operators[name].get("a16 u8", [])
+        if kind in ("a16", *WEIGHTS.values()) and kind != "a16 u8" and arch in taken:
+            fixed_by, fix = "", f"quantise its weight to uint8: {name} with that is taken"
+        elif name in BEFORE_QUANTISING and subject.quantised and fixed_by:
+            fixed_by, fix = "", f"run sanitize (pass {fixed_by}) on the float model, then quantise it"
         yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=fixed_by, fix=fix)
 
 

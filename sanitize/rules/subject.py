@@ -10,6 +10,7 @@ from typing import Literal
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize.graph import CONVERSIONS
 from sanitize.support import Support, load_support
 from sanitize.target import Target
 
@@ -120,7 +121,7 @@ def _walk(graph: ir.Graph, where: str) -> Iterator[Place]:
 
 
 def _folds(node: ir.Node, folded: set[int]) -> bool:
-    if node.domain not in ONNX or node.op_type in RANDOM:
+    if (node.domain not in ONNX and node.op_type not in CONVERSIONS) or node.op_type in RANDOM:
         return False
     if any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()):
         return False

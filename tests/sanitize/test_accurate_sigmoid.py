@@ -101,3 +101,12 @@ def test_other_targets_keep_their_kernels(name: str, tmp_path: Path) -> None:
     model = parse("g (float[8] x) => (float[8] y) { s = Sigmoid(x)  y = Mul(x, s) }")
     check(model, PASS, tmp_path, target=find_target(name), changes=0)
     check(model, PASS, tmp_path / "a16", target=find_target("qnn-htp", precision="a16"), changes=0)
+
+
+def test_a_quantised_gate_stays(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[8] x) => (float[8] y) <float c = {0.05}, uint8 z = {128}> { q = QuantizeLinear(x, c, z)
+        d = DequantizeLinear(q, c, z) s = Sigmoid(d) m = Mul(d, s) r = QuantizeLinear(m, c, z)
+        y = DequantizeLinear(r, c, z) }"""
+    )
+    check(model, PASS, tmp_path, changes=0)

@@ -140,3 +140,26 @@ def test_inputs_are_never_unpickled(model: Path, tmp_path: Path, capsys: pytest.
     np.savez(tmp_path / "evil.npz", x=np.array([{"a": 1}], object), i=np.array([0, 1, 0]))
     assert invoke(model, "--inputs", tmp_path / "evil.npz") == 2
     assert "evil.npz" in capsys.readouterr().err
+
+
+def test_patterns_name_passes_and_layouts() -> None:
+    names = {p.name for p in choose_passes(["accurate-*"], ["split-h*"])}
+    assert "split-heads" in names and not any(name.startswith("accurate") for name in names)
+    for skip, extra in ((["acurate-*"], []), ([], ["fold*"])):
+        with pytest.raises(RingstepError, match="unknown pass"):
+            choose_passes(skip, extra)
+    with pytest.raises(RingstepError, match="undo each other"):
+        choose_passes([], ["*-projections"])
+
+
+def test_the_inputs_of_the_original_fit_the_result(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "in.npz", tmp_path / "b.onnx"
+    np.savez(path, x=np.ones((2, 8), np.float64), i=np.array([0, 1, 1]))
+    assert invoke(model, "-o", out, "--inputs", path, "--verify") == 0
+    assert invoke(out, "--inputs", path) == 0  # its i is int32 now
+    np.savez(path, x=np.ones((2, 8), np.float32), i=np.array([0, 1, 1 << 40]))
+    capsys.readouterr()
+    assert invoke(out, "--inputs", path) == 2
+    assert "'i' is int64 and does not fit in int32" in capsys.readouterr().err

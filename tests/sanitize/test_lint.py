@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, quantised, save
+from lint_models import EYE, F32, GELU, PAIRS, Pair, Text, quantised, save, unary
 from onnx import TensorProto, helper
 
 from ringstep import console
@@ -245,3 +245,35 @@ def test_norm_rows_are_as_bad_as_they_were_seen(shape: str, kind: str, severity:
     constants = {"w": np.ones(size, np.float16 if kind == "float16" else F32)}
     text = f"({kind}[{shape}] x) => ({kind}[{shape}] y) {{ y = RMSNormalization(x, w) }}"
     assert [(f.rule, f.severity) for f in findings((text, constants), tmp_path)] == [("norm-rows", severity)]
+
+
+@pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
+def test_norms_are_judged_by_their_weights(op: str, tmp_path: Path) -> None:
+    asked = dataclasses.replace(ANY, chip="sm8650", precision="a16")
+    text = f"(float[4,8] x) => (float[4,8] y) {{ y = {op}(x, w) }}"
+    assert not findings((text, {"w": np.ones(8, F32)}), tmp_path, asked)  # how they will be quantised is open
+    body = f"w = DequantizeLinear(k, s) g = {op}(f, w)"
+    assert not findings(quantised(body, k=np.ones(8, np.uint8)), tmp_path, asked)
+    (found,) = findings(quantised(body, k=np.ones(8, np.int8)), tmp_path, asked)
+    assert found.rule == "unsupported-operator" and "uint8" in found.fix and found.fixed_by is None
+
+
+def test_fp32_is_not_judged_by_fp16(tmp_path: Path) -> None:
+    assert not findings(unary("Softplus"), tmp_path, dataclasses.replace(ANY, precision="fp32"))
+    assert findings(unary("Softplus"), tmp_path)
+
+
+def test_what_no_pass_fixes_names_none(tmp_path: Path) -> None:
+    for text in (quantised("g = Softplus(f)"), quantised("g = Gelu(f)")):
+        assert all(f.fixed_by is None for f in findings(text, tmp_path) if f.rule == "inaccurate-operator")
+    text = "(int64[4] i, int64[3,1] c) => (int64[3] y) { y = GatherND(i, c) }"
+    assert {f.fixed_by for f in findings((text, {}), tmp_path) if f.rule == "unsupported-operator"} == {None}
+
+
+def test_types_are_known_behind_com_microsoft_conversions(tmp_path: Path) -> None:
+    text, constants = quantised("g = Neg(f)")
+    text = text.replace(" QuantizeLinear", " com.microsoft.QuantizeLinear")
+    text = text.replace(" DequantizeLinear", " com.microsoft.DequantizeLinear")
+    model = read_model(save((text, constants), tmp_path))
+    assert [(n.domain, str(n.outputs[0].dtype), n.outputs[0].shape) for n in model.graph][1] == ("", "FLOAT", (4, 8))
+    assert model.graph[0].domain == "com.microsoft"

@@ -12,6 +12,7 @@ from graphs import check, ops
 from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
+from sanitize.command import sanitize_file
 from sanitize.graph import infer_types
 from sanitize.model_file import read_model
 from sanitize.passes import lower_matmul_nbits
@@ -89,3 +90,18 @@ def test_a_weight_that_is_no_constant_is_refused(tmp_path: Path) -> None:
     del model.graph.initializer[0]
     with pytest.raises(RingstepError, match=r"mm0.*constants"):
         check(model, PASS, tmp_path)
+
+
+@pytest.mark.parametrize("level", [0, 4])
+def test_a_gate_behind_it_and_a_kernel_of_8_bits(tmp_path: Path, level: int) -> None:
+    model = nbits(block=32, k=64)
+    model.graph.node[0].attribute.append(helper.make_attribute("accuracy_level", level))
+    # Nothing is known of what the operator returns, nor of what follows from it.
+    model.graph.node.extend([helper.make_node("Sigmoid", ["y0"], ["s"]), helper.make_node("Mul", ["s", "y0"], ["m"]),
+                             helper.make_node("Neg", ["m"], ["y"])])  # fmt: skip
+    del model.graph.output[:]
+    model.graph.output.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [3, 5]))
+    onnx.save(model, tmp_path / "a.onnx")
+    report = sanitize_file(tmp_path / "a.onnx", tmp_path / "b.onnx", target="qnn-htp", verify=True)
+    assert {p["name"] for p in report["passes"] if p["changes"]} >= {"lower-matmul-nbits", "accurate-sigmoid"}
+    assert report["min_db"] >= 90

@@ -63,3 +63,11 @@ def test_layer_norm_stays_where_it_compiles(tmp_path: Path) -> None:
     )
     over_two = over_two.replace("(x, w, b)", "(x, w)")
     check(parse(over_two), lower_layer_norm.PASS, tmp_path / "two", target=OLD, changes=0)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_a_quantised_layer_norm_stays(tmp_path: Path, kind: str) -> None:
+    text = f"""{HEADER} g (float[1, 3, 4] x) => (float[1, 3, 4] y) <float s = {{0.01}}, {kind} z = {{128}},
+        float[4] w = {{1, 2, 3, 0}}> {{ q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
+        n = LayerNormalization(d, w) r = QuantizeLinear(n, s, z) y = DequantizeLinear(r, s, z) }}"""
+    check(parse(text), lower_layer_norm.PASS, tmp_path, target=OLD, changes=0)

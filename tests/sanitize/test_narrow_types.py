@@ -212,7 +212,7 @@ BOOLS = {
 
 
 @pytest.mark.parametrize("name", BOOLS)
-def test_bools_go_through_int32_where_htp_refuses_them(tmp_path: Path, name: str) -> None:
+def test_bools_go_through_what_htp_takes(tmp_path: Path, name: str) -> None:
     text = f"""g (bool[2,3] a, bool[2,3] b) => (bool[2,3] y) <bool[1] no = {{0}}, int64[4] pads = {{0,0,0,2}},
         int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] three = {{3}}, int64[2,3] rows = {{0,1,0,1,0,1}},
         int64[2,3,2] cells = {{0,0,0,1,1,2,1,1,1,0,0,2}}> {{ {BOOLS[name]} }}"""
@@ -223,8 +223,15 @@ def test_bools_go_through_int32_where_htp_refuses_them(tmp_path: Path, name: str
         assert changes and run(folder / "b.onnx", feeds)["y"].tolist() == (feeds["a"] & feeds["b"]).tolist()
         assert PASS.run(model, find_target("qnn-htp")) == []
         return
-    check(parse(text), PASS, folder / "htp", min_db=np.inf)
+    after = check(parse(text), PASS, folder / "htp", min_db=np.inf)
+    assert all(node.inputs[0].dtype == ir.DataType.FLOAT for node in after.graph if node.op_type == "GatherND")
     check(parse(text), PASS, folder / "cpu", changes=0, target=find_target("xnnpack"))
+
+
+def test_gather_nd_keeps_int64(tmp_path: Path) -> None:
+    text = "g (float[4] x, int64[3,1] c) => (int64[3] y) { i = Cast<to=7>(x) y = GatherND(i, c) }"
+    after = check(parse(text), PASS, tmp_path, min_db=np.inf)
+    assert [n.inputs[0].dtype for n in after.graph if n.op_type == "GatherND"] == [ir.DataType.INT64]
 
 
 @pytest.mark.parametrize("kind", ["uint8", "int16"])
