@@ -16,7 +16,9 @@ CHUNK = 4 << 20
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:
-    """Bytes of a tensor as stored; sub-byte types are packed."""
+    """Bytes of a tensor as stored; sub-byte types are packed. 0 of strings, which always stay in the graph."""
+    if tensor.dtype == ir.DataType.STRING:
+        return 0
     return -(-tensor.size * tensor.dtype.bitwidth // 8)
 
 
