@@ -28,6 +28,7 @@ MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Ex
 ARITHMETIC = ("Add", "Sub", "Mul", "Neg", "Where", "Max", "Min", "Clip", "Abs")
 NAN_MAKERS = ("Sqrt", "Log", "Pow", "Div", "Mod", "Acos", "Asin", "Acosh", "Atanh")
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+KNOWN = ("", "ai.onnx", "com.microsoft")  # nobody knows what others make
 LOOK_BACK = 32  # values
 
 
@@ -88,7 +89,7 @@ def may_be_nan(value: ir.Value, target: Target) -> bool:
             if not value.is_initializer():
                 return True
             continue
-        if node.op_type in NAN_MAKERS:
+        if node.op_type in NAN_MAKERS or node.domain not in KNOWN or graphs.bodies(node):
             return True
         if node.op_type == "Softmax":
             if not target.htp and _callers_mask(node.inputs[0]):
@@ -102,7 +103,7 @@ def may_be_nan(value: ir.Value, target: Target) -> bool:
         fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *FLOATS)]
         todo += fresh
         seen.update(fresh)
-    return False
+    return bool(todo)  # too far to look is not never
 
 
 def _callers_mask(scores: ir.Value | None) -> bool:
@@ -122,7 +123,7 @@ def _callers_mask(scores: ir.Value | None) -> bool:
             fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *FLOATS)]
             todo += fresh
             seen.update(fresh)
-    return False
+    return bool(todo)
 
 
 def _keeps_shape(result: ir.Value, guarded: ir.Value, other: ir.Value) -> bool:
