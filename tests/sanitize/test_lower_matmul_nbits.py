@@ -89,3 +89,11 @@ def test_a_weight_that_is_no_constant_is_refused(tmp_path: Path) -> None:
     del model.graph.initializer[0]
     with pytest.raises(RingstepError, match=r"mm0.*constants"):
         check(model, PASS, tmp_path)
+
+
+def test_a_weight_of_another_size_is_refused(tmp_path: Path) -> None:
+    model = nbits()
+    next(a for a in model.graph.node[0].attribute if a.name == "N").i = 6
+    onnx.save(model, tmp_path / "a.onnx")
+    with pytest.raises(RingstepError, match=r"mm0.*are not those of \d+ x 6"):
+        PASS.run(read_model(tmp_path / "a.onnx"), find_target("qnn-htp"))

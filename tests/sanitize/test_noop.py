@@ -136,3 +136,11 @@ def test_a_broadcast_is_no_no_op(tmp_path: Path) -> None:
 def test_dropout_in_training_stays(tmp_path: Path) -> None:
     onnx.save(parse(HEAD + STAYS["dropout"] + "}"), tmp_path / "a.onnx")
     assert PASS.run(read_model(tmp_path / "a.onnx"), find_target("qnn-htp")) == []
+
+
+def test_what_is_empty_along_another_axis_is_joined(tmp_path: Path) -> None:
+    """[0, K] and [0, 3] along axis 1: the second is empty, and still as wide as it is."""
+    model = parse("g (float[N, K] x) => (float[N, M] y) <float[0, 3] e = {}> { y = Concat <axis = 1> (x, e) }")
+    check(model, PASS, tmp_path, feeds={"x": np.zeros((0, 2), np.float32)}, changes=0)
+    model = parse("g (float[2, K] x) => (float[2, M] y) <float[2, 0] e = {}> { y = Concat <axis = -1> (x, e) }")
+    check(model, PASS, tmp_path / "b", feeds={"x": np.ones((2, 2), np.float32)}, changes=1)
