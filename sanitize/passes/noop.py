@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sanitize import graph as graphs
+from sanitize.casts import BITS, SMALL
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
@@ -50,7 +51,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             graphs.merge_shape(kept, output)
             graphs.replace(output, kept)
             graphs.remove(node)
-        elif merged := _merge(node):
+        elif merged := _merge(node, target):
             changes.append(Change(node.name or node.op_type, merged))
     return changes
 
@@ -241,7 +242,7 @@ def _perm(node: ir.Node) -> list[int] | None:
     return list(reversed(range(len(data.shape))))
 
 
-def _merge(node: ir.Node) -> str | None:
+def _merge(node: ir.Node, target: Target) -> str | None:
     """Let the second node of a chain read what the first one read; the first is dead then."""
     inner = graphs.made_by(node.inputs[0], "Transpose", "Cast", *VIEWS)
     if inner is None or not inner.inputs or (origin := inner.inputs[0]) is None:
@@ -252,7 +253,9 @@ def _merge(node: ir.Node) -> str | None:
     if node.op_type == inner.op_type == "Transpose" and (perm := _composed(inner, node)) is not None:
         node.attributes["perm"] = ir.AttrInt64s("perm", perm)
     elif node.op_type == inner.op_type == "Cast":
-        if not _exact_between(origin, between, node):
+        # HTP gets casts of small integers to float wrong, so narrow-types takes them through int32.
+        detour = target.htp and origin.dtype in SMALL and node.outputs[0].dtype in BITS
+        if detour or not _exact_between(origin, between, node):
             return None
     elif not (node.op_type in VIEWS and inner.op_type in VIEWS and (_join_axes(inner, node) or _as_reshape(node))):
         return None
