@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,12 +23,14 @@ from ringstep.errors import RingstepError
 from ringstep.files import ordinary_size
 from sanitize import graph as graphs
 from sanitize.tensors import nbytes
+from sanitize.wellformed import check, check_calls
 from sanitize.wire import INLINE_BYTES, read_skeleton
 
 CHUNK = 16 << 20  # bytes copied at a time where the kernel cannot copy by itself
 PAGE = 4096  # large tensors start on a page, so that a runtime can map them
 SMALL_ALIGN = 64
 Tick = Callable[[float], None]
+logging.getLogger("onnx_ir").setLevel(logging.ERROR)  # it warns of what is refused here in one line
 
 
 @graphs.no_collection()
@@ -40,6 +43,7 @@ def read_model(path: Path) -> ir.Model:
     proto = read_skeleton(path)
     if not proto.HasField("graph"):
         raise RingstepError(f"{path} holds no graph; is it an ONNX model?")
+    check(proto, path)
     _check_names(proto.graph, path, set())
     try:
         proto = graphs.inferred(proto)
@@ -52,6 +56,7 @@ def read_model(path: Path) -> ir.Model:
                     if isinstance(tensor, ir.ExternalTensor):
                         tensor.base_dir = path.parent
             InlinePass()(model)
+            check_calls(model, path)
             model.functions.clear()
         if not _in_order(model.graph, set()):
             complete = False

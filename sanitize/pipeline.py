@@ -44,7 +44,13 @@ def sanitize(
         for p in passes:
             tell(p.name)
             start = time.perf_counter()
-            made = p.run(model, target)
+            try:
+                made = p.run(model, target)
+            except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+                # Types that no operator takes (float indices) and their like; wellformed.py has caught the rest.
+                what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                raise RingstepError(f"the pass {p.name} trips over this model ({what}); does it run in ONNX Runtime? "
+                                    f"--skip {p.name} leaves the pass out") from error  # fmt: skip
             seconds[p.name] += time.perf_counter() - start
             if made:
                 changes[p.name] += made

@@ -13,6 +13,8 @@ from sanitize import match
 from sanitize.passes import Change, Pass
 from sanitize.target import Target
 
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+
 
 def run(model: ir.Model, target: Target) -> list[Change]:
     """See the module."""
@@ -26,6 +28,8 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue
         x, weight = node.inputs
         columns = match.inner(weight)
+        if x is None or x.dtype not in FLOATS:  # ONNX Runtime has no Gemm of integers
+            continue
         if match.rank(x) != 2 or match.rank(weight) != 2 or columns is None or graphs.dims(bias) != (columns,):
             continue
         old, name = add.outputs[0], node.name or node.op_type

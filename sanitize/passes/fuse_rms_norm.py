@@ -23,6 +23,7 @@ from sanitize.target import Target
 
 OPSET = 23
 SAFE_ROWS = 8  # docs/htp-accuracy.md
+WIDEST = 1 << 24  # elements of a row of ones that is written down
 
 
 def run(model: ir.Model, target: Target) -> list[Change]:
@@ -57,6 +58,8 @@ def rms_norm(
     size = match.inner(x)
     assert size is not None
     if weight is None:
+        if size > WIDEST:
+            raise match.refuse(before, f"{size} elements in a row are no norm")
         weight = graphs.constant(before, f"{name}/ones", match.floats(x, [1.0] * size))
     elif match.rank(weight) != 1:
         weight = match.emit(before, "Reshape", weight, match.ints(size))

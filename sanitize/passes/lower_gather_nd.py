@@ -29,6 +29,8 @@ def run(model: ir.Model, target: Target) -> list[Change]:
         shape, indices = graphs.dims(data), graphs.array(node.inputs[1])
         if data is None or shape is None or indices is None or 0 in shape or 0 in indices.shape:
             continue
+        if not indices.ndim or indices.dtype.kind != "i":
+            continue
         depth = indices.shape[-1]
         head, rest = shape[:depth], shape[depth:]
         columns = np.moveaxis(indices, -1, 0)
@@ -36,7 +38,7 @@ def run(model: ir.Model, target: Target) -> list[Change]:
             continue  # out of range: the runtime's error is the truth about this model
         flat = np.ravel_multi_index(tuple(c % s for c, s in zip(columns, head, strict=True)), head)
         name, final = node.name or output.name or "GatherND", (*flat.shape, *rest)
-        if np.array_equal(flat.reshape(-1), np.arange(math.prod(head))):
+        if flat.size == math.prod(head) and np.array_equal(flat.reshape(-1), np.arange(flat.size)):
             new = graphs.reshape(node, data, final, name=f"{name}/Reshape")
             what = "GatherND of everything in order is a Reshape"
         else:

@@ -39,6 +39,9 @@ def _lower(node: ir.Node, known: dict[tuple[int, ...], ir.Value]) -> list[ir.Val
     if x is None or tensors[0] is None or tensors[1] is None or (zeros is not None and tensors[2] is None):
         raise match.refuse(node, "its weight, scales and zero points must be constants")
     rows, columns = graphs.attribute(node, "K"), graphs.attribute(node, "N")
+    blocks = -(-rows // max(block, 1))
+    if (tensors[0].size * 8, tensors[1].size) != (columns * blocks * block * bits, columns * blocks):
+        raise match.refuse(node, f"its weight and scales are not those of {rows} x {columns} in blocks of {block}")
     key = (*(id(tensor) for tensor in tensors), rows, columns, id(node.graph))
     if key not in known:
         known[key] = _lazy(node, tensors[0], tensors[1], tensors[2], rows, columns, bits, block)

@@ -28,6 +28,7 @@ WRAPPERS = ("Cast", "Identity")
 MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Expand", "Gather", "Split", "Concat")
 ARITHMETIC = ("Add", "Sub", "Mul", "Neg", "Where", "Max", "Min", "Clip", "Abs")
 NAN_MAKERS = ("Sqrt", "Log", "Pow", "Div", "Mod", "Acos", "Asin", "Acosh", "Atanh")
+KNOWN = ("", "ai.onnx", "com.microsoft")  # nobody knows what others make
 LOOK_BACK = 32  # values
 
 
@@ -94,7 +95,7 @@ def _may_be_nan(value: ir.Value, target: Target) -> bool:
             if not value.is_initializer():
                 return True
             continue
-        if node.op_type in NAN_MAKERS:
+        if node.op_type in NAN_MAKERS or node.domain not in KNOWN or graphs.bodies(node):
             return True
         if node.op_type == "Softmax":
             if not target.htp and _callers_mask(node.inputs[0]):
@@ -108,7 +109,7 @@ def _may_be_nan(value: ir.Value, target: Target) -> bool:
         fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *ALL_FLOATS)]
         todo += fresh
         seen.update(fresh)
-    return False
+    return bool(todo)  # too far to look is not never
 
 
 def _callers_mask(scores: ir.Value | None) -> bool:
@@ -128,7 +129,7 @@ def _callers_mask(scores: ir.Value | None) -> bool:
             fresh = [v for v in inputs if v is not None and v not in seen and v.dtype in (None, *ALL_FLOATS)]
             todo += fresh
             seen.update(fresh)
-    return False
+    return bool(todo)
 
 
 def _keeps_shape(result: ir.Value, guarded: ir.Value, other: ir.Value) -> bool:

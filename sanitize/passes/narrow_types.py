@@ -231,18 +231,21 @@ def _tie_bodies(node: ir.Node, ties: Ties) -> None:
         for index, output in enumerate(node.outputs):
             ties.tie([output, body.outputs[1 + index], *carried[index : index + 1]])
         return
-    states = len(node.inputs) - int(graphs.attribute(node, "num_scan_inputs", 0))
-    for index, value in enumerate(node.inputs):
-        ties.tie([value, body.inputs[index]])
+    first = len(node.inputs) - len(body.inputs)  # a Scan of opset 8 begins with lengths
+    ties.insists.update((node, index) for index in range(first))
+    given = node.inputs[first:]
+    states = len(given) - int(graphs.attribute(node, "num_scan_inputs", 0))
+    for value, inner in zip(given, body.inputs, strict=True):
+        ties.tie([value, inner])
     for index, output in enumerate(node.outputs):
-        ties.tie([output, body.outputs[index], *(node.inputs[index : index + 1] if index < states else [])])
+        ties.tie([output, body.outputs[index], *(given[index : index + 1] if index < states else [])])
 
 
 def _narrow(value: ir.Value, ties: Ties, outer: bool) -> list[Change]:
     """Make one value int32: its constant, its node, or a Cast behind that; and casts where int64 is wanted."""
     node, name = value.producer(), value.name or ""
     kept = [slot for slot in ((use.node, use.idx) for use in value.uses()) if slot in ties.insists]
-    if _is_constant(value) and kept:
+    if _is_constant(value) and kept and not value.is_graph_output():
         if not _free_uses([value], ties):
             return []
         tensor = graphs.tensor(value)

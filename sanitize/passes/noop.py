@@ -128,8 +128,15 @@ def _expand(node: ir.Node) -> ir.Value | None:
 
 
 def _concat(node: ir.Node) -> ir.Value | None:
-    filled = [value for value in node.inputs if 0 not in (graphs.dims(value) or ())]
+    axis = graphs.attribute(node, "axis", 1)
+    filled = [value for value in node.inputs if not _is_empty(value, axis)]
     return filled[0] if len(filled) == 1 else None
+
+
+def _is_empty(value: ir.Value | None, axis: int) -> bool:
+    """Whether a value adds nothing along an axis; another dim of 0 says nothing of what it is joined with."""
+    dims = value.shape if value is not None else None
+    return dims is not None and -len(dims) <= axis < len(dims) and dims[axis] == 0
 
 
 def _all(index: int, name: str, number: int) -> Callable[[ir.Node], ir.Value | None]:

@@ -55,7 +55,7 @@ def _transposed_weight(node: ir.Node) -> ir.Value | None:
 
 def _weight(value: ir.Value) -> bool:
     found = graphs.tensor(value)
-    if found is None or len(found.shape) != 2 or found.dtype.bitwidth < 8 or not found.dtype.is_floating_point():
+    if found is None or len(found.shape) != 2 or not found.dtype.is_floating_point() or found.dtype.bitwidth < 8:
         return False
     return value.is_initializer() and not value.is_graph_output() and nbytes(found) >= SMALLEST
 

@@ -68,11 +68,12 @@ def live_bytes(subject: Subject) -> int:
 
 def _value_bytes(value: ir.Value) -> int:
     dims = graphs.dims(value)
-    if dims is None or value.dtype is None or value.dtype == ir.DataType.STRING:
+    if dims is None or value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
         return 0
     size = 1
     for dim in dims:
         size *= dim
+    assert value.dtype is not None
     return compiled_bytes(value.dtype, size)
 
 

@@ -36,3 +36,12 @@ def test_matrices(tmp_path: Path, body: str) -> None:
 )
 def test_look_alikes_stay(tmp_path: Path, text: str) -> None:
     check(parse(text), PASS, tmp_path, changes=0)
+
+
+def test_integers_stay(tmp_path: Path) -> None:
+    """ONNX Runtime has a MatMul of int32, and no Gemm."""
+    text = """g (int32[2, 4] x, int32[4, 3] w) => (int32[2, 3] y) <int32[3] b = {1, 2, 3}> {
+      m = MatMul(x, w)
+      y = Add(m, b)
+    }"""
+    check(parse(text), PASS, tmp_path, changes=0)

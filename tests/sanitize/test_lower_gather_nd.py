@@ -10,6 +10,7 @@ import pytest
 from graphs import check, ops, parse
 from onnx import numpy_helper
 
+from sanitize.model_file import read_model
 from sanitize.passes.lower_gather_nd import PASS
 from sanitize.target import find_target
 
@@ -40,3 +41,10 @@ def test_what_stays(tmp_path: Path) -> None:
     for kept in (changing, batched):
         check(kept, PASS, tmp_path, changes=0)
     check(model((2, 4), np.array([[1]])), PASS, tmp_path, target=find_target("ort-mobile"), changes=0)
+
+
+def test_data_of_any_size_is_not_counted_through(tmp_path: Path) -> None:
+    text = "g (float[900000000, 16] x) => (float[1] y) <int64[1, 2] i = {1, 2}> { y = GatherND(x, i) }"
+    onnx.save(parse(text), tmp_path / "a.onnx")
+    read = read_model(tmp_path / "a.onnx")
+    assert len(PASS.run(read, find_target("qnn-htp"))) == 1

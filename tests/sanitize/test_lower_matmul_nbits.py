@@ -105,3 +105,11 @@ def test_a_gate_behind_it_and_a_kernel_of_8_bits(tmp_path: Path, level: int) -> 
     report = sanitize_file(tmp_path / "a.onnx", tmp_path / "b.onnx", target="qnn-htp", verify=True)
     assert {p["name"] for p in report["passes"] if p["changes"]} >= {"lower-matmul-nbits", "accurate-sigmoid"}
     assert report["min_db"] >= 90
+
+
+def test_a_weight_of_another_size_is_refused(tmp_path: Path) -> None:
+    model = nbits()
+    next(a for a in model.graph.node[0].attribute if a.name == "N").i = 6
+    onnx.save(model, tmp_path / "a.onnx")
+    with pytest.raises(RingstepError, match=r"mm0.*are not those of \d+ x 6"):
+        PASS.run(read_model(tmp_path / "a.onnx"), find_target("qnn-htp"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 from graphs import check, ops, parse
 
+from sanitize.model_file import read_model
 from sanitize.passes.nan_guards import PASS
 from sanitize.target import find_target
 
@@ -72,3 +74,21 @@ def test_a_callers_mask_keeps_its_guard_on_a_cpu(tmp_path: Path) -> None:
         e = Exp(x) a = Add(e, mask) s = Softmax(a) n = IsNaN(s) y = Where(n, zero, s) }"""
     check(parse(text), PASS, tmp_path / "cpu", target=find_target("xnnpack"), changes=0)
     check(parse(text), PASS, tmp_path / "htp", changes=1)
+
+
+@pytest.mark.parametrize("many", [3, 40])
+def test_far_away_is_not_never(tmp_path: Path, many: int) -> None:
+    """A logarithm behind more values than are looked at."""
+    chain = " ".join(f"v{i + 1} = Add(v{i}, two)" for i in range(many))
+    check(
+        parse(model(f"v0 = Log(x) {chain} n = IsNaN(v{many}) y = Where(n, zero, v{many})")), PASS, tmp_path, changes=0
+    )
+
+
+def test_what_a_branch_makes_may_be_anything(tmp_path: Path) -> None:
+    text = """g (float[4] x, bool c) => (float[4] y) <float zero = {0}> {
+        s = If (c) <then_branch = t () => (float[4] a) { a = Sqrt(x) },
+          else_branch = e () => (float[4] b) { b = Neg(x) }>
+        n = IsNaN(s) y = Where(n, zero, s) }"""
+    onnx.save(parse(text), tmp_path / "a.onnx")
+    assert not PASS.run(read_model(tmp_path / "a.onnx"), find_target("qnn-htp"))

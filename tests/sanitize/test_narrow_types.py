@@ -252,3 +252,10 @@ def test_bools_that_htp_takes_stay(tmp_path: Path) -> None:
     text = """g (bool[2,3] a, float[2,3] x) => (float[2,3] y, bool[2,3] n) <float zero = {0}> {
         c = Greater(x, zero) d = And(a, c) n = Not(d) y = Where(n, x, zero) }"""
     check(parse(text), PASS, tmp_path, changes=0)
+
+
+def test_a_constant_that_is_an_output_as_well(tmp_path: Path) -> None:
+    model = parse("""g (float[4] x) => (int64[1] a, float[2] y, int64[2] i) <int64[1] a = {2}> {
+      y, i = TopK(x, a)
+    }""")
+    check(model, PASS, tmp_path)

@@ -10,8 +10,10 @@ import pytest
 from graphs import check, ops, parse
 
 from sanitize.model_file import read_model
+from sanitize.order import PASSES
 from sanitize.passes import dead
 from sanitize.passes.noop import PASS
+from sanitize.pipeline import sanitize
 from sanitize.target import find_target
 
 GOES = {
@@ -131,3 +133,23 @@ def test_a_broadcast_is_no_no_op(tmp_path: Path) -> None:
 def test_dropout_in_training_stays(tmp_path: Path) -> None:
     onnx.save(parse(HEAD + STAYS["dropout"] + "}"), tmp_path / "a.onnx")
     assert PASS.run(read_model(tmp_path / "a.onnx"), find_target("qnn-htp")) == []
+
+
+def test_what_is_empty_along_another_axis_is_joined(tmp_path: Path) -> None:
+    """[0, K] and [0, 3] along axis 1: the second is empty, and still as wide as it is."""
+    model = parse("g (float[N, K] x) => (float[N, M] y) <float[0, 3] e = {}> { y = Concat <axis = 1> (x, e) }")
+    check(model, PASS, tmp_path, feeds={"x": np.zeros((0, 2), np.float32)}, changes=0)
+    model = parse("g (float[2, K] x) => (float[2, M] y) <float[2, 0] e = {}> { y = Concat <axis = -1> (x, e) }")
+    check(model, PASS, tmp_path / "b", feeds={"x": np.ones((2, 2), np.float32)}, changes=1)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int16"])
+def test_casts_of_small_integers_settle(tmp_path: Path, kind: str) -> None:
+    """narrow-types takes them through int32 for HTP; merged here, the two would undo each other without end."""
+    model = parse(f"g ({kind}[4] x) => (float[4] y, float[4] z) {{ y = Cast <to = 1> (x) z = Neg(y) }}")
+    onnx.save(model, tmp_path / "a.onnx")
+    read = read_model(tmp_path / "a.onnx")
+    sanitize(read, find_target("qnn-htp"), PASSES)
+    assert [node.op_type for node in read.graph] == ["Cast", "Cast", "Neg"]
+    sanitize(on_cpu := read_model(tmp_path / "a.onnx"), find_target("xnnpack"), PASSES)
+    assert [node.op_type for node in on_cpu.graph] == ["Cast", "Neg"]
