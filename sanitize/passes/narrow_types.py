@@ -152,6 +152,10 @@ def _int64(model: ir.Model) -> list[Change]:
         )  # fmt: skip
         if outer.isdisjoint(members) and (edges or not _free_uses(members, ties)):
             continue
+        beyond = [value for value in constants if not _fits(value)]
+        # Sentinels of exporters, such as the logarithm of 0 as an integer, that are chosen away while folding.
+        if beyond and (computed := _computed(model)) and all(_only_reads(value, computed) for value in beyond):
+            continue
         for value in members:
             changes += _narrow(value, ties, value in outer)
     return changes
@@ -160,6 +164,30 @@ def _int64(model: ir.Model) -> list[Change]:
 def _is_constant(value: ir.Value) -> bool:
     node = value.producer()
     return (node is not None and node.op_type == "Constant") or (value.is_initializer() and not value.is_graph_input())
+
+
+def _fits(value: ir.Value) -> bool:
+    tensor = graphs.tensor(value)
+    return tensor is None or not any(_beyond(chunk).any() for chunk in chunks(tensor))
+
+
+def _beyond(chunk: np.ndarray) -> np.ndarray:
+    return (chunk < INT32.min) | (chunk > INT32.max)
+
+
+def _computed(model: ir.Model) -> set[ir.Node]:
+    """The nodes that compute constants of constants: runtimes fold them before a compiler sees them."""
+    found: set[ir.Node] = set()
+    for node in graphs.every_node(model):
+        bodies = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
+        fixed = (v is None or _is_constant(v) or v.producer() in found for v in node.inputs)
+        if not bodies and node.inputs and all(fixed):
+            found.add(node)
+    return found
+
+
+def _only_reads(value: ir.Value, nodes: set[ir.Node]) -> bool:
+    return not value.is_graph_output() and all(node in nodes for node in graphs.users(value))
 
 
 def _free_uses(members: list[ir.Value], ties: Ties) -> bool:
@@ -295,7 +323,7 @@ def _cast_behind(value: ir.Value, kept: list[Slot]) -> ir.Value:
 
 def _to_int32(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     for chunk in chunks(tensor):
-        wrong = (chunk < INT32.min) | (chunk > INT32.max)
+        wrong = _beyond(chunk)
         if wrong.any():
             raise RingstepError(f"tensor {name!r}: {chunk[wrong][0]} does not fit in int32, the NPU's integers")
     return mapped(tensor, D.INT32, lambda chunk: chunk.astype(np.int32))

@@ -228,6 +228,15 @@ def test_bools_go_through_what_htp_takes(tmp_path: Path, name: str) -> None:
     check(parse(text), PASS, folder / "cpu", changes=0, target=find_target("xnnpack"))
 
 
+def test_what_is_folded_away_need_not_fit(tmp_path: Path) -> None:
+    text = """g (float[2] x) => (int32[2] y) <int64[2] far = {-9223372036854775800, 3}, int64[2] near = {1, 2}>
+        { least = Max(far, near) i = Cast<to=7>(x) s = Add(i, least) y = Cast<to=6>(s) }"""
+    _, changes = narrowed(parse(text), tmp_path)
+    assert "far" not in {change.node for change in changes}
+    with pytest.raises(RingstepError, match="does not fit in int32"):
+        narrowed(parse(text.replace("Add(i, least)", "Add(i, far)")), tmp_path)
+
+
 def test_gather_nd_keeps_int64(tmp_path: Path) -> None:
     text = "g (float[4] x, int64[3,1] c) => (int64[3] y) { i = Cast<to=7>(x) y = GatherND(i, c) }"
     after = check(parse(text), PASS, tmp_path, min_db=np.inf)
