@@ -32,6 +32,11 @@ def invoke(*args: object) -> int:
     return console.run(cli, ["-q", "sanitize", *map(str, args)])
 
 
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "settings", console.Settings())  # those of a test before were for its process
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     onnx.save(parse(TEXT), tmp_path / "a.onnx")
