@@ -108,7 +108,7 @@ def sanitize_file(
     from sanitize.fix_dims import fix_dims
     from sanitize.lint import lint, refuse_errors
     from sanitize.model_file import read_model, write_model
-    from sanitize.pipeline import Applied, sanitize
+    from sanitize.pipeline import Applied, promised, sanitize
     from sanitize.target import find_target
     from sanitize.tensors import nbytes
     from sanitize.verify import find_ranges, read_inputs, refuse_unlike
@@ -130,7 +130,7 @@ def sanitize_file(
     after = sum(1 for _ in graphs.every_node(model))
     if refuse:
         refuse_errors(lint(model, goal, source))
-    min_db = min((a.min_db for a in applied), default=math.inf)
+    min_db = promised(applied)
     rounds = graphs.uses(model, ir.DataType.FLOAT16) or any(n.op_type in ROUNDING for n in graphs.every_node(model))
     if math.isfinite(min_db) and rounds:
         min_db = min(min_db, HALF_DB)

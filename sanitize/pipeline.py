@@ -63,3 +63,12 @@ def sanitize(
     model.graph.sort()
     kept = lambda p: p.min_db if changes[p.name] else math.inf
     return [Applied(p.name, tuple(changes[p.name]), round(seconds[p.name], 4), kept(p)) for p in passes]
+
+
+def promised(applied: Sequence[Applied]) -> float:
+    """The SNR in dB that outputs keep in float32 after all of this: each change may add noise, and their powers add up.
+
+    inf: bit for bit.
+    """
+    noise = sum(len(each.changes) * 10.0 ** (-each.min_db / 10.0) for each in applied)
+    return -10.0 * math.log10(noise) if noise else math.inf

@@ -14,7 +14,7 @@ from sanitize.ops import table
 from sanitize.passes import forms
 from sanitize.ranges import span as span_of
 from sanitize.rules.operators import FLOATS, dequantised, gelu_input
-from sanitize.rules.subject import Hit, Subject
+from sanitize.rules.subject import SIXTEEN, Hit, Subject
 
 # Operator -> its form in the tables; the form that a pass writes, and which pass.
 FORMS: dict[str, tuple[str, str, str]] = {
@@ -32,7 +32,6 @@ FORMS: dict[str, tuple[str, str, str]] = {
     "HardSwish": ("HardSwish/native", "", ""),
 }  # fmt: skip
 TANH_GELU = ("GeluTanh/native", "GeluTanh/abs", "accurate-gelu")
-SIXTEEN = (ir.DataType.UINT16, ir.DataType.INT16)
 POOR_DB = 55.0
 LOSS_DB = 10.0  # below correct rounding: a form whose best is poor is not the kernel's fault
 TYPICAL = (-7.9, 7.9)  # where nothing is known of a range

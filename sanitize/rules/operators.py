@@ -15,7 +15,7 @@ from sanitize.graph import dequantised
 from sanitize.passes import nan_guards as nan_guards_pass
 from sanitize.passes.fuse_gelu import find_gelu
 from sanitize.passes.fuse_rms_norm import on_last
-from sanitize.rules.subject import ONNX, Hit, Subject, element
+from sanitize.rules.subject import ONNX, SIXTEEN, Hit, Subject, element
 from sanitize.support import load_support
 
 # The pass that replaces what HTP lacks; see mending_pass.
@@ -31,8 +31,6 @@ FIXED_BY = {
     "com.microsoft.FusedMatMul": "lower-fused-matmul",
     **{f"com.microsoft.{op}": "lower-gelu" for op in ("BiasGelu", "FastGelu", "QuickGelu")},
 }  # fmt: skip
-BEFORE_QUANTISING = ("Erf", "LayerNormalization")
-"""What they belong to is no longer seen between QuantizeLinear and DequantizeLinear."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 KINDS = {
     ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16", ir.DataType.INT32: "int32", ir.DataType.INT64: "int64",
@@ -91,9 +89,6 @@ def entry_of(subject: Subject, node: ir.Node) -> tuple[str, list[str]] | None:
     if kind not in entry:
         # An operator surveyed in one type, such as control flow, is judged by it.
         kind = next(iter(entry)) if len(entry) == 1 else None
-    if kind == "a16" and subject.target.precision == "a16" and not subject.quantised:
-        # Weights are still to be quantised: in 8 bits of either sign, or in 16.
-        return kind, [arch for name in ("a16", *WEIGHTS.values()) for arch in entry.get(name, [])]
     return (kind, entry[kind]) if kind else None
 
 
@@ -109,16 +104,15 @@ def mending_pass(subject: Subject, node: ir.Node, kind: str) -> str:
     """The pass that takes out a node which is refused in this type, "" if none can."""
     assert subject.target.chip is not None
     name, arch = full_name(node), subject.target.chip.htp_arch
+    if name == "GatherND" and graphs.tensor(node.inputs[1]) is not None:
+        return FIXED_BY[name]
     in_int32 = arch in subject.support.operators[name].get("int32", [])
-    if kind == "int64" and in_int32 and arch not in subject.support.wrong.get(f"{name} int32", []):
+    narrows = kind == "int64" and in_int32 and arch not in subject.support.wrong.get(f"{name} int32", [])
+    if narrows or (kind == "bool" and name in BOOL_DATA):
         return "narrow-types"
-    if kind == "bool" and name in BOOL_DATA and name != "GatherND":
-        return "narrow-types"
-    able = {
-        "Erf": lambda: find_gelu(node) is not None,
-        "GatherND": lambda: graphs.tensor(node.inputs[1]) is not None,
-    }
-    return FIXED_BY.get(name, "") if able.get(name, lambda: True)() else ""
+    if name == "GatherND" or (name == "Erf" and find_gelu(node) is None):
+        return ""
+    return FIXED_BY.get(name, "")
 
 
 def unsupported(subject: Subject) -> Iterator[Hit]:
@@ -143,7 +137,8 @@ def unsupported(subject: Subject) -> Iterator[Hit]:
         taken = subject.support.operators[name].get("a16 u8", [])
         if kind in ("a16", *WEIGHTS.values()) and kind != "a16 u8" and arch in taken:
             fixed_by, fix = "", f"quantise its weight to uint8: {name} with that is taken"
-        elif name in BEFORE_QUANTISING and subject.quantised and fixed_by:
+        elif name == "Erf" and subject.quantised and fixed_by:
+            # The GELU around it is no longer seen between QuantizeLinear and DequantizeLinear.
             fixed_by, fix = "", f"run sanitize (pass {fixed_by}) on the float model, then quantise it"
         yield Hit(place.name, f"{name} in {kind} {verb} for {chip}", place.where, fixed_by=fixed_by, fix=fix)
 
@@ -237,7 +232,7 @@ def output_encodings(subject: Subject) -> Iterator[Hit]:
     for place in subject.ops(*FIXED_ENCODINGS, *TOO_FINE):
         for user in graphs.users(place.node.outputs[0]):
             stored = user.outputs[0].dtype
-            if user.op_type != "QuantizeLinear" or stored not in (ir.DataType.UINT16, ir.DataType.INT16):
+            if user.op_type != "QuantizeLinear" or stored not in SIXTEEN:
                 continue
             scale = graphs.scalar(user.inputs[1])
             zero = graphs.scalar(user.inputs[2]) if len(user.inputs) > 2 else 0.0

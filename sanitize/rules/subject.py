@@ -16,7 +16,8 @@ from sanitize.target import Target
 
 Severity = Literal["error", "warning", "note"]
 ONNX = ("", "ai.onnx")
-QUANTISED = (ir.DataType.UINT8, ir.DataType.INT8, ir.DataType.UINT16, ir.DataType.INT16)
+SIXTEEN = (ir.DataType.UINT16, ir.DataType.INT16)
+QUANTISED = (ir.DataType.UINT8, ir.DataType.INT8, *SIXTEEN)
 # Of constant inputs these compute constants; a random one does not.
 RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
 

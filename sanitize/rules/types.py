@@ -10,7 +10,7 @@ import onnx_ir as ir
 from sanitize import graph as graphs
 from sanitize.passes import infinities as infinities_pass
 from sanitize.rules.operators import FLOATS, dequantised, full_name
-from sanitize.rules.subject import Hit, Subject, element
+from sanitize.rules.subject import SIXTEEN, Hit, Subject, element
 
 # Where an infinity acts as a mask or a bound; weights of MatMul and Gather are not searched.
 MASKING = ("Add", "Sub", "Mul", "Where", "Max", "Min", "Clip", "Pad", "Expand", "Concat", "Identity", "Cast", "Reshape",
@@ -102,7 +102,7 @@ def wide_products(subject: Subject) -> Iterator[Hit]:
     for place in subject.ops("MatMul", "Gemm", "Conv", "ConvTranspose", "LayerNormalization", "RMSNormalization"):
         node = place.node
         data, weight = (dequantised(v) for v in (*node.inputs, None)[:2])
-        if data is None or weight is None or not _bits16(data) or not _bits16(weight):
+        if data is None or weight is None or data.dtype not in SIXTEEN or weight.dtype not in SIXTEEN:
             continue
         static = subject.constant(weight)
         taken = subject.support.operators.get(node.op_type, {}).get("16x16", [])
@@ -110,10 +110,6 @@ def wide_products(subject: Subject) -> Iterator[Hit]:
             yield Hit(place.name, f"{node.op_type} of 16-bit data and 16-bit weights", place.where)
         elif not static and subject.support.probes["16x16 MatMul of two activations"].get(arch) != "taken":
             yield Hit(place.name, f"{node.op_type} of two 16-bit activations", place.where)
-
-
-def _bits16(value: ir.Value) -> bool:
-    return value.dtype in (ir.DataType.UINT16, ir.DataType.INT16)
 
 
 def infinities(subject: Subject) -> Iterator[Hit]:

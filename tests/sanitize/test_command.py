@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from ringstep.errors import RingstepError
 from sanitize import graph as graphs
 from sanitize.command import choose_passes, sanitize_file
 from sanitize.passes import Change, Pass
+from sanitize.pipeline import Applied, promised
 from sanitize.target import Target
 
 TEXT = """g (float[2,8] x, int64[3] i) => (float[3,8] y) <float half = {0.5}> {
@@ -168,3 +170,11 @@ def test_the_inputs_of_the_original_fit_the_result(
     capsys.readouterr()
     assert invoke(out, "--inputs", path) == 2
     assert "'i' is int64 and does not fit in int32" in capsys.readouterr().err
+
+
+def test_the_noise_of_changes_adds_up() -> None:
+    one = Change("n", "changed")
+    gelus = Applied("accurate-gelu", (one,) * 10, 0.0, 95.0)
+    exact = Applied("dead-nodes", (one,), 0.0, math.inf)
+    assert promised([gelus, exact]) == pytest.approx(85.0)
+    assert promised([exact, Applied("fold", (), 0.0, math.inf)]) == math.inf

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lint_models import EYE, F32, GELU, PAIRS, Text, save
 
+from sanitize.casts import BOOL_DATA
 from sanitize.graph import infer_types
 from sanitize.lint import lint
 from sanitize.model_file import read_model
@@ -102,3 +103,11 @@ def test_forms_that_rules_and_passes_name_were_measured() -> None:
     for form, better, _ in accuracy.FORMS.values():
         assert form in measured and (not better or better in measured)
     assert set(accurate_softplus.FORMS.values()) <= set(measured)
+
+
+@pytest.mark.parametrize("op", BOOL_DATA)
+def test_bools_that_are_refused_go_through_numbers(op: str, tmp_path: Path) -> None:
+    case = next(c for c in cases.CASES if c.op == op and not c.domain)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(cases.build(case, "bool").model.SerializeToString())
+    assert mended(path, "unsupported-operator") == {"narrow-types"}
