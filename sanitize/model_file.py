@@ -155,8 +155,11 @@ def check_external(tensor: ir.ExternalTensor, model_path: Path) -> None:
     try:
         real = path.resolve(strict=True)
         size = ordinary_size(real)
-    except OSError as error:
-        raise RingstepError(f"{where}: its data file {path} cannot be read: {error.strerror or error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte
+        what = getattr(error, "strerror", None) or error
+        raise RingstepError(f"{where}: its data file {path} cannot be read: {what}") from None
+    if real.is_dir():
+        raise RingstepError(f"{where}: its data file {path} is a folder")
     # A download cache links model and data to one folder elsewhere; a link to any other place is refused.
     if not real.is_relative_to(model_path.parent.resolve()) and real.parent != model_path.resolve().parent:
         raise RingstepError(f"{where}: its data file {path} is a link out of the model's folder: refused")
