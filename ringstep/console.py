@@ -28,7 +28,7 @@ FAILURE = 2
 _OWN_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG,
               errno.EMFILE, errno.ENFILE, errno.EIO, errno.ELOOP)  # fmt: skip
 _NUMBER = re.compile(r"[-+]?[\d.,]+( [\w%/]+){0,3}|-?")  # with a unit, or nothing
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 
 
 @dataclass

@@ -107,7 +107,7 @@ def sanitize_file(
     from sanitize import graph as graphs
     from sanitize.fix_dims import fix_dims
     from sanitize.lint import lint, refuse_errors
-    from sanitize.model_file import read_model, write_model
+    from sanitize.model_file import check_out, read_model, write_model
     from sanitize.pipeline import Applied, promised, sanitize
     from sanitize.target import find_target
     from sanitize.tensors import nbytes
@@ -118,6 +118,8 @@ def sanitize_file(
     passes = choose_passes(skip, extra)
     with console.progress("reading"):
         model = read_model(source)
+    if out is not None:
+        check_out(model, source, out)
     feeds = read_inputs(inputs) if inputs else None
     fixed = fix_dims(model, dims or {})
     if feeds is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import BinaryIO
 
 import onnx
 import onnx_ir as ir
+import psutil
 from onnx_ir.passes.common import InlinePass
 
 from ringstep.errors import RingstepError
@@ -153,8 +155,11 @@ def check_external(tensor: ir.ExternalTensor, model_path: Path) -> None:
     try:
         real = path.resolve(strict=True)
         size = ordinary_size(real)
-    except OSError as error:
-        raise RingstepError(f"{where}: its data file {path} cannot be read: {error.strerror or error}") from None
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte
+        what = getattr(error, "strerror", None) or error
+        raise RingstepError(f"{where}: its data file {path} cannot be read: {what}") from None
+    if real.is_dir():
+        raise RingstepError(f"{where}: its data file {path} is a folder")
     # A download cache links model and data to one folder elsewhere; a link to any other place is refused.
     if not real.is_relative_to(model_path.parent.resolve()) and real.parent != model_path.resolve().parent:
         raise RingstepError(f"{where}: its data file {path} is a link out of the model's folder: refused")
@@ -165,6 +170,25 @@ def check_external(tensor: ir.ExternalTensor, model_path: Path) -> None:
             f"{where}: needs {needed} bytes, has bytes {offset} to {offset + length} of {location}, which has "
             f"{size}; the files do not belong together"
         )
+
+
+def check_out(model: ir.Model, source: Path, out: Path) -> None:
+    """Raise RingstepError if a model read from `source` cannot become `out`: a folder, or weights of the source."""
+    for path in (out, out.with_name(f"{out.name}.data")):
+        if path.is_dir():
+            raise RingstepError(f"{path} is a folder; give the name of a file")
+    if _entry(out) == _entry(source):
+        return
+    files = {Path(t.path) for t in _tensors(model.graph) if isinstance(t, ir.ExternalTensor)} | {source}
+    taken = {place for file in files for place in (_entry(file), file.resolve())}
+    for path in (out, out.with_name(f"{out.name}.data")):
+        if _entry(path) in taken:
+            raise RingstepError(f"{path} is a file of {source}, which would be lost; give another name")
+
+
+def _entry(path: Path) -> Path:
+    """A file by the name in its folder, which is what is replaced: not what a link there leads to."""
+    return path.parent.resolve() / path.name
 
 
 def write_model(
@@ -181,31 +205,46 @@ def write_model(
     is written. `check` sees the finished file under a temporary name; what it raises leaves the old files alone.
     `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
     """
-    with staged(model, path, keep=keep, tick=tick) as temporary:
+    data_name = _data_name(path, keep)
+    with staged(model, path, keep=keep, data_name=data_name, tick=tick) as temporary:
         if check is not None:
             check(temporary)
         try:
-            # The graph goes first and comes last: whenever it is there, the data beside it is its own.
-            for data in temporary.parent.glob(f"{path.name}.data*"):
-                if (path.parent / data.name).exists():
-                    path.unlink(missing_ok=True)
-                os.replace(data, path.parent / data.name)
-            os.replace(temporary, path)
+            with _locked(path.parent):
+                # The graph goes first and comes last: whenever it is there, the data beside it is its own.
+                data, place = temporary.parent / data_name, path.parent / data_name
+                if data.exists():
+                    if place.exists():
+                        path.unlink(missing_ok=True)
+                    os.replace(data, place)
+                os.replace(temporary, path)
         except OSError as error:
             raise RingstepError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
-def staged(model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick = lambda _: None) -> Iterator[Path]:
+def staged(
+    model: ir.Model,
+    path: Path,
+    *,
+    keep: Path | None = None,
+    data_name: str | None = None,
+    tick: Tick = lambda _: None,
+) -> Iterator[Path]:
     """Write the model into a temporary folder beside `path` for as long as the block runs; see write_model."""
     folder = path.parent
     temporary = folder / f".{path.name}.tmp-{os.getpid()}"
+    lock = -1
     try:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder, path.name)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            data_name = _data_name(path, keep)
+            lock = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            data_name = data_name or _data_name(path, keep)
             places, moved = _place(model, data_name, keep)
             _need_space(folder, moved)
             if moved:
@@ -222,6 +261,34 @@ def staged(model: ir.Model, path: Path, *, keep: Path | None = None, tick: Tick 
         yield temporary / path.name
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _sweep(folder: Path, name: str) -> None:
+    """Remove what a killed run left behind; one that lives holds a lock on its folder, whatever machine it is on."""
+    start = f".{name}.tmp-"
+    for left in [entry for entry in os.listdir(folder) if entry.startswith(start) and entry[len(start) :].isdigit()]:
+        with contextlib.suppress(OSError):
+            handle = os.open(folder / left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not psutil.pid_exists(int(left[len(start) :])):
+                    shutil.rmtree(folder / left)
+            finally:
+                os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder while a graph and its data go there: two runs at once would leave one's graph with the other's."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 Place = tuple[str, int, int]

@@ -13,12 +13,14 @@ import onnx_ir as ir
 
 from ringstep import child
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import ordinary_size
 from sanitize.model_file import staged
 from sanitize.tensors import FLOATS
 from sanitize.wire import read_skeleton
 
 TIMEOUT_SECONDS = 1800.0
 INPUT_LIMIT = 1 << 30  # bytes of one array in an --inputs file
+INPUTS_LIMIT = 8 << 30  # bytes of all arrays of one
 SIZES = (4, 2, 1)  # tried for dynamic dims
 RANGED = ("Sigmoid", "Swish", "Softmax", "LogSoftmax", "Exp", "Log", "Gelu", "Erf", "Tanh", "Pow", "Mul", "Div",
           "Reciprocal", "Sqrt", "ReduceSumSquare", "ReduceL2", "RMSNormalization", "LayerNormalization",
@@ -42,7 +44,11 @@ def read_inputs(path: Path) -> Feeds:
     """Read an .npz of arrays by input name. Raises RingstepError; never unpickles."""
     feeds = {}
     try:
+        ordinary_size(path)
         with zipfile.ZipFile(path) as archive:
+            total = sum(info.file_size for info in archive.infolist())
+            if total > INPUTS_LIMIT:
+                raise RingstepError(f"{path}: its arrays take {total} bytes; at most 8 GiB")
             for info in archive.infolist():
                 if info.file_size > INPUT_LIMIT:
                     raise RingstepError(f"{path}: {info.filename} is {info.file_size} bytes; at most 1 GiB an array")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ LISTS: dict[int, str] = {
     TensorProto.UINT32: "uint64_data", TensorProto.STRING: "string_data",
 }  # fmt: skip
 """Where a tensor's numbers lie that are not in raw_data; int32_data for all others."""
+SPARSE = "sparse tensors are not taken, here nor by the targets; export it dense"
 MOST = 1 << 62  # bytes; more is no size
 ANY = 1 << 31
 KINDS: dict[object, int] = {
@@ -122,7 +124,9 @@ def _graph(graph: onnx.GraphProto, where: str, versions: Mapping[str, int], arou
     """`around`: values of the graphs around this one, which its nodes may read."""
     _text(where, "the graph's name", graph.name)
     inputs = [value.name for value in graph.input]
-    tensors = [*graph.initializer, *(sparse.values for sparse in graph.sparse_initializer)]
+    tensors = list(graph.initializer)
+    if graph.sparse_initializer:
+        raise RingstepError(f"{where}: initializer {graph.sparse_initializer[0].values.name!r}: {SPARSE}")
     for value in (*graph.input, *graph.output, *graph.value_info):
         _text(where, "a value's name", value.name)
         for dim in value.type.tensor_type.shape.dim:
@@ -169,8 +173,8 @@ def _nodes(nodes: Iterable[onnx.NodeProto], where: str, versions: Mapping[str, i
         for attribute in node.attribute:
             for tensor in [attribute.t] if attribute.HasField("t") else attribute.tensors:
                 _tensor(tensor, here)
-            if attribute.HasField("sparse_tensor"):
-                _tensor(attribute.sparse_tensor.values, here)
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                raise RingstepError(f"{here}: {SPARSE}")
             for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
                 _graph(body, here, versions, seen, where)
     return made
@@ -279,6 +283,12 @@ def _tensor(tensor: TensorProto, where: str) -> None:
     if tensor.data_location == TensorProto.EXTERNAL:
         if dtype == ir.DataType.STRING:
             raise RingstepError(f"{here}: its strings lie in another file, which ONNX does not allow")
+        places = {entry.key: entry.value for entry in tensor.external_data}
+        if not places.get("location"):
+            raise RingstepError(f"{here}: lies in another file, which is not named; export it again")
+        for key in ("offset", "length"):
+            if not re.fullmatch(r"[0-9]{1,19}", places.get(key, "0")):
+                raise RingstepError(f"{here}: its data has the {key} {places[key]!r}, which is none; export it again")
         return
     if tensor.HasField("raw_data"):
         has, wanted = len(tensor.raw_data), -(-count * bits // 8)

@@ -58,6 +58,7 @@ def raising(error: BaseException) -> Callable[[], object]:
     ("error", "line"),
     [
         (RingstepError("no such\nmodel\x1b[31mred"), "no such model [31mred"),
+        (RingstepError("w\u202egnp.\u2066x"), "w gnp. x"),
         (KeyboardInterrupt(), "interrupted; nothing is half-written, the same command resumes"),
         (MemoryError(), "out of memory"),
         (MemoryError("Unable to allocate 8 GiB"), "out of memory: Unable to allocate 8 GiB"),

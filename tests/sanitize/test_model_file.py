@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.errors import RingstepError
 from sanitize import wire
+from sanitize.command import sanitize_file
 from sanitize.model_file import read_model, write_model
+from sanitize.verify import read_inputs
 
 
 def linear(size: int = 32, **tensor: object) -> onnx.ModelProto:
@@ -206,3 +210,57 @@ def test_types_are_inferred_in_bodies_too(tmp_path: Path) -> None:
     model = read_model(tmp_path / "a.onnx")
     shapes = {v.name: tuple(v.shape) for node in model.graph.all_nodes() for v in node.outputs if v.shape is not None}
     assert shapes["a_then"] == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["m[1].onnx", "*.onnx", "a b.onnx"])
+def test_names_that_are_patterns(name: str, tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "a.onnx")
+    (tmp_path / "out").mkdir()
+    write_model(read_model(tmp_path / "a.onnx"), tmp_path / "out" / name)
+    assert sorted(os.listdir(tmp_path / "out")) == [name, f"{name}.data"]
+    np.testing.assert_array_equal(run(tmp_path / "out" / name, feeds())["y"], run(tmp_path / "a.onnx", feeds())["y"])
+
+
+@pytest.mark.parametrize("out", ["w.onnx", "w.onnx.data", "sub/../w.onnx.data", "linked.onnx"])
+def test_weights_of_the_source_are_not_written_over(out: str, tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "a.onnx", save_as_external_data=True, location="w.onnx.data", size_threshold=0)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "linked.onnx.data").symlink_to(tmp_path / "w.onnx.data")
+    before = (tmp_path / "w.onnx.data").read_bytes()
+    if out == "linked.onnx":
+        sanitize_file(tmp_path / "a.onnx", tmp_path / out, target="xnnpack")  # the link goes, not what it leads to
+    else:
+        with pytest.raises(RingstepError, match=r"w.onnx.data is a file of .*a.onnx, which would be lost"):
+            sanitize_file(tmp_path / "a.onnx", tmp_path / out, target="xnnpack")
+    assert (tmp_path / "w.onnx.data").read_bytes() == before
+
+
+def test_a_folder_is_no_output(tmp_path: Path) -> None:
+    """Neither in the model's place nor in that of its data: the old model stays."""
+    onnx.save(linear(), tmp_path / "a.onnx")
+    (tmp_path / "b.onnx").write_bytes(b"old")
+    (tmp_path / "b.onnx.data").mkdir()
+    for out in (tmp_path, tmp_path / "b.onnx"):
+        with pytest.raises(RingstepError, match="is a folder"):
+            sanitize_file(tmp_path / "a.onnx", out, target="xnnpack")
+    assert (tmp_path / "b.onnx").read_bytes() == b"old"
+
+
+def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "a.onnx")
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for number in (dead.pid, 1):
+        (tmp_path / f".b.onnx.tmp-{number}").mkdir()
+        (tmp_path / f".b.onnx.tmp-{number}" / "b.onnx.data").write_bytes(b"half")
+    (tmp_path / f".c.onnx.tmp-{dead.pid}").mkdir()
+    (tmp_path / f".b.onnx.tmp-{dead.pid}x").mkdir()
+    write_model(read_model(tmp_path / "a.onnx"), tmp_path / "b.onnx")
+    left = {name for name in os.listdir(tmp_path) if ".tmp-" in name}
+    assert left == {".b.onnx.tmp-1", f".c.onnx.tmp-{dead.pid}", f".b.onnx.tmp-{dead.pid}x"}
+
+
+def test_inputs_from_a_pipe_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npz")
+    with pytest.raises(RingstepError, match="not an ordinary file"):
+        read_inputs(tmp_path / "x.npz")

@@ -118,6 +118,26 @@ def strings_elsewhere(model: ModelProto) -> None:
     tensor.CopyFrom(TensorProto(name="w", dims=[3], data_type=TensorProto.STRING, data_location=TensorProto.EXTERNAL))
 
 
+def sparse_attribute(model: ModelProto) -> None:
+    sparse = onnx.SparseTensorProto(values=numpy_helper.from_array(np.ones(1, np.float32)), dims=[3],
+                                    indices=numpy_helper.from_array(np.zeros(1, np.int64)))  # fmt: skip
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["sparse"], sparse_value=sparse))
+
+
+def sparse_initializer(model: ModelProto) -> None:
+    model.graph.sparse_initializer.add().values.name = "s"
+
+
+def elsewhere(**places: str) -> Callable[[ModelProto], None]:
+    def spoil(model: ModelProto) -> None:
+        tensor = model.graph.initializer[0]
+        tensor.CopyFrom(TensorProto(name="w", dims=[3], data_type=1, data_location=TensorProto.EXTERNAL))
+        for key, value in places.items():
+            tensor.external_data.add(key=key, value=value)
+
+    return spoil
+
+
 def microsoft(model: ModelProto) -> None:
     model.graph.node[0].op_type, model.graph.node[0].domain = "SkipLayerNormalization", "com.microsoft"
 
@@ -133,10 +153,17 @@ def microsoft(model: ModelProto) -> None:
         (two_inputs, "two inputs are named 'x'"), (two_tensors, "two initializers are named 'w'"),
         (no_name, "an initializer has no name"), (short_tensor, "tensor 'w': its shape [4] is not"),
         (negative_tensor, "the shape [-1, -3]"), (huge_tensor, "which no tensor has"), (no_type, "unknown type (99)"),
+        (sparse_attribute, "sparse tensors are not taken"), (sparse_initializer, "initializer 's': sparse"),
+        (elsewhere(), "which is not named"), (elsewhere(location=""), "which is not named"),
+        (elsewhere(location="a", offset="-4"), "the offset '-4'"), (elsewhere(location="a", length="x"), "length 'x'"),
+        (elsewhere(location="a", offset="1_0"), "offset '1_0'"), (elsewhere(location="."), "is a folder"),
+        (elsewhere(location="a\0b"), "cannot be read: embedded null byte"),
+        (elsewhere(location="loop"), "cannot be read"),
         (strings_elsewhere, "its strings lie in another file"), (microsoft, "has 2 inputs, its operator takes 3 or"),
     ],
 )  # fmt: skip
 def test_what_no_operator_takes_is_refused(spoil: Callable[[ModelProto], None], words: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
     model = parse(MODEL)
     spoil(model)
     (tmp_path / "a.onnx").write_bytes(model.SerializeToString())
