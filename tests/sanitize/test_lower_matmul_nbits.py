@@ -104,7 +104,7 @@ def test_a_gate_behind_it_and_a_kernel_of_8_bits(tmp_path: Path, level: int) -> 
     onnx.save(model, tmp_path / "a.onnx")
     report = sanitize_file(tmp_path / "a.onnx", tmp_path / "b.onnx", target="qnn-htp", verify=True)
     assert {p["name"] for p in report["passes"] if p["changes"]} >= {"lower-matmul-nbits", "accurate-sigmoid"}
-    assert report["min_db"] >= 90
+    assert report["min_db"] > 85  # a promise each for two passes, not the 40 dB of what rounds
 
 
 def test_a_weight_of_another_size_is_refused(tmp_path: Path) -> None:
