@@ -8,11 +8,14 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
+import pytest
 from graphs import in_if
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from exporters.qnn import compile_context
+from ringstep.devices import find_device
 from sanitize.command import sanitize_file
 from sanitize.target import find_target
 
@@ -155,3 +158,17 @@ def test_injected_faults_are_mended(model: onnx.ModelProto) -> None:
         assert [f for f in findings if f.fixed_by] == []
         again = sanitize_file(out, None, target="qnn-htp", chip="sm8750", precision="fp16")
         assert not any(p["changes"] for p in again["passes"])
+
+
+def test_all_faults_in_a_row_compile(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    builder = Builder()
+    for fault in FAULTS:
+        builder.last = fault(builder, builder.last)
+    info = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [ROWS, WIDTH])
+    graph = helper.make_graph(builder.nodes, "g", [info("x")], [info(builder.last)], builder.tensors)
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "a.onnx")
+    chip = find_device("sm8750").chip
+    sanitize_file(tmp_path / "a.onnx", tmp_path / "b.onnx", target="qnn-htp", chip="sm8750", verify=True, refuse=True)
+    report = compile_context(tmp_path / "b.onnx", tmp_path / "qnn", chip=chip, fp16=True, name="b")
+    assert sum(report.npu_ops.values()) > len(FAULTS)
