@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -28,6 +29,7 @@ SEVERAL: dict[int, int] = {
     AttributeProto.STRING: AttributeProto.STRINGS,
 }
 """One number where a list belongs: rank0 makes a list of it."""
+HOLDERS: dict[int, Any] = {AttributeProto.TENSOR: "t", AttributeProto.GRAPH: "g", AttributeProto.TYPE_PROTO: "tp"}
 LISTS: dict[int, str] = {
     TensorProto.FLOAT: "float_data", TensorProto.COMPLEX64: "float_data", TensorProto.DOUBLE: "double_data",
     TensorProto.COMPLEX128: "double_data", TensorProto.INT64: "int64_data", TensorProto.UINT64: "uint64_data",
@@ -171,11 +173,11 @@ def _nodes(nodes: Iterable[onnx.NodeProto], where: str, versions: Mapping[str, i
                 raise RingstepError(f"{here} reads {name!r}, which nothing makes")
         _node(node, f"{here} ({node.op_type})", versions)
         for attribute in node.attribute:
-            for tensor in [attribute.t] if attribute.HasField("t") else attribute.tensors:
+            for tensor in (*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors):
                 _tensor(tensor, here)
             if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
                 raise RingstepError(f"{here}: {SPARSE}")
-            for body in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
                 _graph(body, here, versions, seen, where)
     return made
 
@@ -188,6 +190,9 @@ def _node(node: onnx.NodeProto, here: str, versions: Mapping[str, int]) -> None:
         if attribute.name in given:
             raise RingstepError(f"{here}: has the attribute {attribute.name!r} twice; export it again")
         given[attribute.name] = attribute
+        field = HOLDERS.get(attribute.type)
+        if field is not None and not attribute.HasField(field) and not attribute.ref_attr_name:
+            raise RingstepError(f"{here}: its attribute {attribute.name!r} holds nothing; export it again")
     if domain not in versions and not domain:
         raise RingstepError(f"{here}: the file imports no version of ONNX's operators; export it again")
     needs = _needs(node.op_type, domain, versions.get(domain, 1))

@@ -128,6 +128,11 @@ def sparse_initializer(model: ModelProto) -> None:
     model.graph.sparse_initializer.add().values.name = "s"
 
 
+def empty_attribute(model: ModelProto) -> None:
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["nothing"]))
+    model.graph.node[0].attribute.add(name="value", type=AttributeProto.TENSOR)
+
+
 def elsewhere(**places: str) -> Callable[[ModelProto], None]:
     def spoil(model: ModelProto) -> None:
         tensor = model.graph.initializer[0]
@@ -154,6 +159,7 @@ def microsoft(model: ModelProto) -> None:
         (no_name, "an initializer has no name"), (short_tensor, "tensor 'w': its shape [4] is not"),
         (negative_tensor, "the shape [-1, -3]"), (huge_tensor, "which no tensor has"), (no_type, "unknown type (99)"),
         (sparse_attribute, "sparse tensors are not taken"), (sparse_initializer, "initializer 's': sparse"),
+        (empty_attribute, "'value' holds nothing"),
         (elsewhere(), "which is not named"), (elsewhere(location=""), "which is not named"),
         (elsewhere(location="a", offset="-4"), "the offset '-4'"), (elsewhere(location="a", length="x"), "length 'x'"),
         (elsewhere(location="a", offset="1_0"), "offset '1_0'"), (elsewhere(location="."), "is a folder"),
