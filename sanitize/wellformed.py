@@ -123,7 +123,7 @@ def _text(where: str, what: str, *texts: str) -> None:
 
 
 def _graph(graph: onnx.GraphProto, where: str, versions: Mapping[str, int], around: set[str], path: str) -> None:
-    """`around`: values of the graphs around this one, which its nodes may read."""
+    """`around`: values of the graphs around this one, which its nodes may read; left as it was."""
     _text(where, "the graph's name", graph.name)
     inputs = [value.name for value in graph.input]
     tensors = list(graph.initializer)
@@ -143,7 +143,11 @@ def _graph(graph: onnx.GraphProto, where: str, versions: Mapping[str, int], arou
     for tensor in tensors:
         _tensor(tensor, where)
     own = {*inputs, *(tensor.name for tensor in tensors)}
-    own |= _nodes(graph.node, path, versions, around | own)
+    # Added and taken away again: a copy for each body would take the square of the nodes.
+    added = own - around
+    around.update(added)
+    own |= _nodes(graph.node, path, versions, around)
+    around.difference_update(added)
     outputs = [value.name for value in graph.output]
     for name in outputs:
         if name in around and name not in own:
@@ -161,15 +165,16 @@ def _need_all(outputs: Iterable[str], made: set[str], where: str) -> None:
 
 
 def _nodes(nodes: Iterable[onnx.NodeProto], where: str, versions: Mapping[str, int], known: set[str]) -> set[str]:
-    """Check nodes, which may stand in any order; returns the names of what they make."""
+    """Check nodes, which may stand in any order; returns the names of what they make. `known` is left as it was."""
     made = {name for node in nodes for name in node.output}
-    seen = known | made | {""}
+    added = (made | {""}) - known
+    known.update(added)
     for node in nodes:
         _text(where, f"a name of node {node.name!r}", node.name, node.op_type, node.domain, node.overload)
         here = f"{where}: node {node.name or node.op_type!r}"
         _text(here, "an input or output", *node.input, *node.output)
         for name in node.input:
-            if name not in seen:
+            if name not in known:
                 raise RingstepError(f"{here} reads {name!r}, which nothing makes")
         _node(node, f"{here} ({node.op_type})", versions)
         for attribute in node.attribute:
@@ -178,7 +183,8 @@ def _nodes(nodes: Iterable[onnx.NodeProto], where: str, versions: Mapping[str, i
             if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
                 raise RingstepError(f"{here}: {SPARSE}")
             for body in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                _graph(body, here, versions, seen, where)
+                _graph(body, here, versions, known, where)
+    known.difference_update(added)
     return made
 
 
