@@ -31,6 +31,7 @@ test: lint
 bench: $(STAMP)
 	$(BIN)/python benchmarks/export.py
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/sanitize.py
 
 clean:
 	rm -rf $(VENV) build artifacts/demo .pytest_cache .mypy_cache .ruff_cache
