@@ -292,6 +292,6 @@ def test_another_model_in_the_same_folder(out: Path, tmp_path: Path) -> None:
     """Other weights in the same places redo the weights alone; their contract names the model."""
     other = Path(shutil.copytree(SPARK, tmp_path / "other"))
     flip(other / "model.safetensors")
-    assert built(out, model=str(other)) == ["tokenizer", "weights", "contract"]
+    assert built(out, model=str(other)) == ["tokenizer", "weights", "sanitize", "contract"]
     assert StepSpec.load(out).model == "other"
     assert console.settings.quiet is False
