@@ -70,8 +70,7 @@ def verify(
     Raises RingstepError where one of them does not run.
     """
     with child.Worker(f"{after.name}: verifying in ONNX Runtime", explain=child.last_error) as worker:
-        feeds = worker.call(_feeds, before.resolve(), inputs, seed, dims, timeout_s=TIMEOUT_SECONDS).value
-        want = worker.call(_run, before.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
+        feeds, want = worker.call(_first_run, before.resolve(), inputs, seed, dims, timeout_s=TIMEOUT_SECONDS).value
         have = worker.call(_run, after.resolve(), feeds, timeout_s=TIMEOUT_SECONDS).value
     if missing := sorted(want.keys() - have.keys()):
         raise RingstepError(f"{after.name}: the output {missing[0]!r} is gone")
@@ -123,12 +122,12 @@ def find_ranges(model: ir.Model, path: Path, inputs: Feeds | None, seed: int = 0
         what = f"{path.name}: finding ranges in ONNX Runtime"
         with staged(model, path, keep=path.parent) as probe, child.Worker(what, explain=child.last_error) as worker:
             probe, named = probe.resolve(), sorted(filter(None, wanted))
-            feeds = worker.call(_feeds, probe, inputs, seed, timeout_s=TIMEOUT_SECONDS).value
-            found = worker.call(_ranges, probe, feeds, named, timeout_s=TIMEOUT_SECONDS).value
+            found = worker.call(_ranges, probe, inputs, seed, named, timeout_s=TIMEOUT_SECONDS).value
     finally:
         for _ in added:
             model.graph.outputs.pop()
-    return spans(feeds) | found
+    ranges: dict[str, tuple[float, float]] = found
+    return ranges
 
 
 def spans(arrays: Feeds) -> dict[str, tuple[float, float]]:
@@ -171,8 +170,16 @@ def _exact(path: Path) -> bytes | None:
     return model.SerializeToString() if levels else None
 
 
-def _feeds(path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] | None = None) -> Feeds:
+def _first_run(
+    path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] | None = None, names: list[str] | None = None
+) -> tuple[Feeds, Feeds]:
+    """Run a model on what is given, or on the first random inputs that it takes; returns inputs and outputs.
+
+    `names`: the outputs to return, None: all.
+    """
     session = _session(path)
+    names = names if names is not None else [output.name for output in session.get_outputs()]
+    run = lambda feeds: dict(zip(names, session.run(names, feeds), strict=True)) if names else {}
     wanted = {value.name: value for value in session.get_inputs()}
     if given is not None:
         for name in given:
@@ -181,14 +188,14 @@ def _feeds(path: Path, given: Feeds | None, seed: int, dims: Mapping[str, int] |
         for name in wanted:
             if name not in given:
                 raise RingstepError(f"--inputs: the input {name!r} is missing")
-        return {name: _fit(name, given[name], _kind(value)) for name, value in wanted.items()}
+        feeds = {name: _fit(name, given[name], _kind(value)) for name, value in wanted.items()}
+        return feeds, run(feeds)
     error: Exception | None = None
     # A dynamic dim may be a batch, a length or a sum of two: the first size with which the model runs is taken.
     for size in SIZES:
         feeds = _random(wanted, size, dims or {}, np.random.default_rng(seed))
         try:
-            session.run(None, feeds)
-            return feeds
+            return feeds, run(feeds)
         except Exception as caught:
             error = caught
     raise RingstepError(f"does not run on random inputs, give --inputs FILE.npz: {child.one_line(str(error))}")
@@ -237,5 +244,6 @@ def _run(path: Path, feeds: Feeds) -> dict[str, np.ndarray]:
     return dict(zip(names, session.run(names, fitted), strict=True))
 
 
-def _ranges(path: Path, feeds: Feeds, names: list[str]) -> dict[str, tuple[float, float]]:
-    return spans(dict(zip(names, _session(path).run(names, feeds), strict=True))) if names else {}
+def _ranges(path: Path, given: Feeds | None, seed: int, names: list[str]) -> dict[str, tuple[float, float]]:
+    feeds, found = _first_run(path, given, seed, names=names)
+    return spans(feeds) | spans(found)
