@@ -69,7 +69,6 @@ def read_model(path: Path) -> ir.Model:
         cause = error.__cause__ or error
         message = "its nodes form a cycle" if "cycle" in str(cause) else " ".join(str(cause).split())[:200]
         raise RingstepError(f"{path} is no valid ONNX model: {message}") from None
-    _check_sources(model, path)
     for tensor in _tensors(model.graph):
         if isinstance(tensor, ir.ExternalTensor):
             check_external(tensor, path)
@@ -111,22 +110,6 @@ def _in_order(graph: ir.Graph, seen: set[ir.Node]) -> bool:
             return False
         seen.add(node)
     return True
-
-
-def _check_sources(model: ir.Model, path: Path) -> None:
-    for node in graphs.every_node(model):
-        for value in node.inputs:
-            if value is not None and not _has_source(value):
-                raise RingstepError(
-                    f"{path}: node {node.name or node.op_type!r} reads {value.name!r}, which nothing makes"
-                )
-    for value in model.graph.outputs:
-        if not _has_source(value):
-            raise RingstepError(f"{path}: nothing makes the output {value.name!r}")
-
-
-def _has_source(value: ir.Value) -> bool:
-    return value.producer() is not None or value.is_graph_input() or value.is_initializer()
 
 
 def _tensors(graph: ir.Graph) -> Iterator[ir.TensorProtocol]:
