@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ringstep.parity.metrics import snr_db
 from sanitize.model_file import read_model, write_model
@@ -27,6 +27,21 @@ def parse(text: str) -> onnx.ModelProto:
     if not text.lstrip().startswith("<"):
         text = '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>\n' + text
     return onnx.parser.parse_model(text)
+
+
+def weights(**shapes: tuple[int, ...]) -> list[onnx.TensorProto]:
+    """Normal float32 tensors of these names and shapes, always the same."""
+    random = np.random.default_rng(3)
+    return [numpy_helper.from_array(random.normal(size=s).astype(np.float32), name) for name, s in shapes.items()]
+
+
+def with_weights(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
+    """A parsed model with normal float32 initializers of these names and shapes, every node named after its result."""
+    made = parse(text)
+    made.graph.initializer.extend(weights(**shapes))
+    for node in made.graph.node:
+        node.name = f"make_{node.output[0]}"
+    return made
 
 
 def ops(model: ir.Model | onnx.ModelProto) -> list[str]:

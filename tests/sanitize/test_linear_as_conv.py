@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import check, ops, parse
-from onnx import TensorProto, helper, numpy_helper
+from graphs import check, ops, weights, with_weights
+from onnx import TensorProto, helper
 
 from sanitize.model_file import read_model, write_model
 from sanitize.passes.linear_as_conv import PASS
 from sanitize.target import find_target
-
-
-def weights(**shapes: tuple[int, ...]) -> list[onnx.TensorProto]:
-    random = np.random.default_rng(3)
-    return [numpy_helper.from_array(random.normal(size=s).astype(np.float32), name) for name, s in shapes.items()]
-
-
-def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
-    made = parse(text)
-    made.graph.initializer.extend(weights(**shapes))
-    for node in made.graph.node:
-        node.name = f"make_{node.output[0]}"
-    return made
-
 
 LINEARS = {
     "gemm rows": ("g (float[3, 8] x) => (float[3, 6] y) { y = Gemm <transB = 1> (x, w, b) }", {"w": (6, 8), "b": (6,)}),
@@ -42,7 +27,7 @@ LINEARS = {
 @pytest.mark.parametrize("case", LINEARS)
 def test_a_linear_layer(tmp_path: Path, case: str) -> None:
     text, shapes = LINEARS[case]
-    after = check(model(text, **shapes), PASS, tmp_path, changes=1)
+    after = check(with_weights(text, **shapes), PASS, tmp_path, changes=1)
     assert ops(after) == ["Reshape", "Transpose", "Conv", "Transpose", "Reshape"]
     (conv,) = [node for node in after.graph if node.op_type == "Conv"]
     assert [tuple(v.shape) for v in conv.inputs[1:]] == [(6, 8, 1, 1)] + [(6,)] * ("b" in shapes)
@@ -56,7 +41,7 @@ MLP = """g (float[2, 3, 8] x) => (float[2, 3, 8] y) {
 
 
 def test_neighbours_share_their_layout(tmp_path: Path) -> None:
-    after = check(model(MLP, wg=(8, 6), wu=(8, 6), wd=(6, 8)), PASS, tmp_path, changes=3)
+    after = check(with_weights(MLP, wg=(8, 6), wu=(8, 6), wd=(6, 8)), PASS, tmp_path, changes=3)
     kinds = ["Conv"] * 3 + ["Mul"] * 2 + ["Reshape"] * 2 + ["Sigmoid"] + ["Transpose"] * 2
     assert sorted(ops(after)) == kinds
     assert len([v for v in after.graph.initializers.values() if v.dtype == ir.DataType.INT64]) == 2
@@ -64,7 +49,7 @@ def test_neighbours_share_their_layout(tmp_path: Path) -> None:
 
 def test_an_inner_value_may_be_an_output(tmp_path: Path) -> None:
     text = MLP.replace("(float[2, 3, 8] y)", "(float[2, 3, 8] y, float[2, 3, 6] g, float[2, 3, 6] a)")
-    after = check(model(text, wg=(8, 6), wu=(8, 6), wd=(6, 8)), PASS, tmp_path)
+    after = check(with_weights(text, wg=(8, 6), wu=(8, 6), wd=(6, 8)), PASS, tmp_path)
     assert ops(after).count("Transpose") == 4
 
 
@@ -73,7 +58,7 @@ def test_what_reads_something_else_stays_outside(tmp_path: Path) -> None:
       a = MatMul (x, w)  y = Add (a, r)  z = Mul (a, row)
       one = Constant <value = float[1, 1, 1] {2.0}> ()  c = Mul (a, one)
     }"""
-    after = check(model(text, w=(8, 6)), PASS, tmp_path, changes=1)
+    after = check(with_weights(text, w=(8, 6)), PASS, tmp_path, changes=1)
     assert ops(after).count("Transpose") == 2
 
 
@@ -82,7 +67,7 @@ def test_constants_of_one_element_go_along(tmp_path: Path) -> None:
       a = MatMul (x, w)  half = Constant <value = float {0.5}> ()  low = Constant <value = float {-1.0}> ()
       b = Mul (a, half)  c = Clip (b, low)  d = Gelu <approximate = "tanh"> (c)  y = MatMul (d, v)
     }"""
-    after = check(model(text, w=(8, 5), v=(5, 6)), PASS, tmp_path, changes=2)
+    after = check(with_weights(text, w=(8, 5), v=(5, 6)), PASS, tmp_path, changes=2)
     assert ops(after).count("Transpose") == 2
     (gelu,) = [node for node in after.graph if node.op_type == "Gelu"]
     assert gelu.attributes["approximate"].value == "tanh"
@@ -103,13 +88,13 @@ LOOK_ALIKES = {
 @pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_look_alikes_stay(tmp_path: Path, case: str) -> None:
     text, shapes = LOOK_ALIKES[case]
-    check(model(text, **shapes), PASS, tmp_path, changes=0)
+    check(with_weights(text, **shapes), PASS, tmp_path, changes=0)
 
 
 def test_an_add_of_no_bias_stays(tmp_path: Path) -> None:
     text = "g (float[3, 8] x) => (float[3, 6] y) { m = MatMul (x, w) y = Add (m, b) }"
     for shape in ((3, 6), (3, 1), (6,)):
-        after = check(model(text, w=(8, 6), b=shape), PASS, tmp_path / str(len(shape)), changes=1)
+        after = check(with_weights(text, w=(8, 6), b=shape), PASS, tmp_path / str(len(shape)), changes=1)
         assert ("Add" in ops(after)) == (shape != (6,)), shape
 
 
@@ -136,5 +121,5 @@ def test_a_weight_in_a_file_stays_there(tmp_path: Path) -> None:
 
 def test_one_weight_used_twice_is_turned_once(tmp_path: Path) -> None:
     text = "g (float[3, 8] x, float[2, 8] z) => (float[3, 8] y, float[2, 8] v) { y = MatMul (x, w) v = MatMul (z, w) }"
-    after = check(model(text, w=(8, 8)), PASS, tmp_path, changes=2)
+    after = check(with_weights(text, w=(8, 8)), PASS, tmp_path, changes=2)
     assert len([v for v in after.graph.initializers.values() if v.dtype == ir.DataType.FLOAT]) == 1

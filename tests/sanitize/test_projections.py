@@ -8,23 +8,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from graphs import check, ops, parse, run
-from onnx import numpy_helper
+from graphs import check, ops, run, with_weights
 
 from sanitize.model_file import read_model, write_model
 from sanitize.passes.merge_projections import PASS as MERGE
 from sanitize.passes.split_projections import PASS as SPLIT
 from sanitize.target import find_target
-
-
-def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
-    made, random = parse(text), np.random.default_rng(3)
-    for name, shape in shapes.items():
-        made.graph.initializer.append(numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name))
-    for node in made.graph.node:
-        node.name = f"make_{node.output[0]}"
-    return made
-
 
 GEMMS = """g (float[3, 8] x) => (float[3, 6] q, float[3, 2] k, float[3, 2] v) {
   q = Gemm <transB = 1> (x, wq, bq)  k = Gemm <transB = 1> (x, wk, bk)  v = Gemm <transB = 1> (x, wv, bv)
@@ -36,23 +25,23 @@ MATMULS = """g (float[N, 3, 8] x) => (float[N, 3, 6] y) {
 
 
 def test_projections_merge(tmp_path: Path) -> None:
-    after = check(model(GEMMS, **GEMM_SHAPES), MERGE, tmp_path, changes=1)
+    after = check(with_weights(GEMMS, **GEMM_SHAPES), MERGE, tmp_path, changes=1)
     assert ops(after) == ["Gemm", "Split"]
     assert sorted(tuple(v.shape) for v in after.graph.initializers.values()) == [(3,), (10,), (10, 8)]
 
 
 def test_columns_merge_with_any_number_of_rows(tmp_path: Path) -> None:
-    after = check(model(MATMULS, wg=(8, 6), wu=(8, 6)), MERGE, tmp_path, changes=1)
+    after = check(with_weights(MATMULS, wg=(8, 6), wu=(8, 6)), MERGE, tmp_path, changes=1)
     assert ops(after) == ["MatMul", "Split", "Sigmoid", "Mul"]
 
 
 def test_merged_projections_come_apart(tmp_path: Path) -> None:
     for text, shapes in ((GEMMS, GEMM_SHAPES), (MATMULS, {"wg": (8, 6), "wu": (8, 6)})):
         folder = tmp_path / str(len(shapes))
-        check(model(text, **shapes), MERGE, folder, changes=1)
+        check(with_weights(text, **shapes), MERGE, folder, changes=1)
         merged = onnx.load(folder / "plain" / "after.onnx")
         after = check(merged, SPLIT, folder / "back", changes=1)
-        assert sorted(ops(after)) == sorted(ops(model(text, **shapes)))
+        assert sorted(ops(after)) == sorted(ops(with_weights(text, **shapes)))
         sizes = sorted(int(np.prod(tuple(v.shape))) for v in after.graph.initializers.values())
         assert sizes == sorted(int(np.prod(shape)) for shape in shapes.values())
 
@@ -75,7 +64,7 @@ SPLIT_TEXT = "g (float[3, 8] x) => (float[3, 4] a, float[3, 2] b) { m = MatMul (
 @pytest.mark.parametrize("case", MERGE_LOOK_ALIKES)
 def test_no_siblings_stay(tmp_path: Path, case: str) -> None:
     text, shapes = MERGE_LOOK_ALIKES[case]
-    check(model(text, **shapes), MERGE, tmp_path, changes=0)
+    check(with_weights(text, **shapes), MERGE, tmp_path, changes=0)
 
 
 SPLITS = {
@@ -100,20 +89,20 @@ SPLIT_LOOK_ALIKES = {
 @pytest.mark.parametrize("case", SPLITS)
 def test_a_split_linear_layer(tmp_path: Path, case: str) -> None:
     text, shapes = SPLITS[case]
-    after = check(model(text, **shapes), SPLIT, tmp_path, changes=1)
+    after = check(with_weights(text, **shapes), SPLIT, tmp_path, changes=1)
     assert set(ops(after)) <= {"Gemm", "MatMul"}
 
 
 @pytest.mark.parametrize("case", SPLIT_LOOK_ALIKES)
 def test_other_splits_stay(tmp_path: Path, case: str) -> None:
     text, shapes = SPLIT_LOOK_ALIKES[case]
-    check(model(text, **shapes), SPLIT, tmp_path, changes=0)
+    check(with_weights(text, **shapes), SPLIT, tmp_path, changes=0)
 
 
 def test_sizes_that_are_not_constant_stay(tmp_path: Path) -> None:
     text = SPLIT_TEXT.replace("(float[3, 8] x)", "(float[3, 8] x, int64[2] s)")
     feeds = {"x": np.ones((3, 8), np.float32), "s": np.array([4, 2])}
-    check(model(text, w=(8, 6)), SPLIT, tmp_path, feeds=feeds, changes=0)
+    check(with_weights(text, w=(8, 6)), SPLIT, tmp_path, feeds=feeds, changes=0)
 
 
 @pytest.mark.parametrize("order", [["wq", "wk", "wv"], ["wv", "wq", "wk"]])
@@ -122,7 +111,7 @@ def test_rows_side_by_side_in_a_file_stay_there(tmp_path: Path, order: list[str]
     shapes = {"wq": (64, 64), "wk": (32, 64), "wv": (32, 64)}
     text = "g (float[3, 64] x) => (float[3, 64] q, float[3, 32] k, float[3, 32] v) {"
     text += "".join(f" {name[1]} = Gemm <transB = 1> (x, {name}) " for name in shapes) + "}"
-    proto = model(text, **{name: shapes[name] for name in order})
+    proto = with_weights(text, **{name: shapes[name] for name in order})
     onnx.save(proto, tmp_path / "a.onnx", save_as_external_data=True, location="a.bin", size_threshold=0)
     loaded = read_model(tmp_path / "a.onnx")
     MERGE.run(loaded, find_target("qnn-htp"))
@@ -143,7 +132,7 @@ def test_rows_side_by_side_in_a_file_stay_there(tmp_path: Path, order: list[str]
 
 def test_rows_apart_are_joined_when_written(tmp_path: Path) -> None:
     text = "g (float[3, 64] x) => (float[3, 64] q, float[3, 32] k) { q = MatMul (x, wq) k = MatMul (x, wk) }"
-    onnx.save(model(text, wq=(64, 64), wk=(64, 32)), tmp_path / "a.onnx")
+    onnx.save(with_weights(text, wq=(64, 64), wk=(64, 32)), tmp_path / "a.onnx")
     loaded = read_model(tmp_path / "a.onnx")
     MERGE.run(loaded, find_target("qnn-htp"))
     (merged,) = [v.const_value for v in loaded.graph.initializers.values() if v.dtype == ir.DataType.FLOAT]

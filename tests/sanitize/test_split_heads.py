@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
-from graphs import check, ops, parse
-from onnx import numpy_helper
+from graphs import check, ops, with_weights
 
 from sanitize.passes.split_heads import PASS
-
-
-def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
-    made, random = parse(text), np.random.default_rng(3)
-    for name, shape in shapes.items():
-        made.graph.initializer.append(numpy_helper.from_array(random.normal(size=shape).astype(np.float32), name))
-    for node in made.graph.node:
-        node.name = f"make_{node.output[0]}"
-    return made
-
 
 PLAIN = """g (float[1, 4, 3, 5] q, float[1, 4, 6, 5] k, float[1, 4, 6, 5] v, float[1, 1, 3, 6] mask)
            => (float[3, 20] y) {
@@ -41,7 +28,7 @@ CACHE = """g (float[1, 2, 6, 5] q, float[1, 2, 5, 4] kt, float[1, 2, 5, 2] nt, f
 
 
 def test_plain_attention(tmp_path: Path) -> None:
-    after = check(model(PLAIN), PASS, tmp_path, changes=2)
+    after = check(with_weights(PLAIN), PASS, tmp_path, changes=2)
     kinds = ops(after)
     assert [kinds.count(op) for op in ("MatMul", "Softmax", "Add", "Split", "Concat")] == [8, 4, 4, 3, 1]
     assert {len(v.shape) for node in after.graph if node.op_type == "MatMul" for v in node.outputs} == {3}
@@ -51,12 +38,12 @@ def test_as_many_rows_as_heads(tmp_path: Path) -> None:
     """The shapes alone do not tell that the last Transpose mixes heads."""
     text = PLAIN.replace("float[1, 4, 3, 5] q", "float[1, 4, 4, 5] q")
     text = text.replace("1, 1, 3, 6", "1, 1, 4, 6").replace("{3, 20}", "{4, 20}").replace("[3, 20]", "[4, 20]")
-    after = check(model(text), PASS, tmp_path, changes=2)
+    after = check(with_weights(text), PASS, tmp_path, changes=2)
     assert [node.attributes["perm"].value for node in after.graph if node.op_type == "Transpose"][-1] == (0, 2, 1, 3)
 
 
 def test_grouped_queries_over_a_cache(tmp_path: Path) -> None:
-    after = check(model(CACHE), PASS, tmp_path, changes=4)
+    after = check(with_weights(CACHE), PASS, tmp_path, changes=4)
     kinds = ops(after)
     # q, two keys, two values are split into heads, and each head's weights at the cache's end.
     assert [kinds.count(op) for op in ("MatMul", "Softmax", "Split", "Concat")] == [8, 2, 5 + 2, 2 + 1]
@@ -66,7 +53,7 @@ def test_grouped_queries_over_a_cache(tmp_path: Path) -> None:
 def test_an_inner_value_may_be_an_output(tmp_path: Path, inner: str) -> None:
     width = 5 if inner == "o" else 6
     text = PLAIN.replace("(float[3, 20] y)", f"(float[3, 20] y, float[1, 4, 3, {width}] {inner})")
-    after = check(model(text), PASS, tmp_path, changes=2)
+    after = check(with_weights(text), PASS, tmp_path, changes=2)
     assert ops(after).count("Concat") == 1 + (inner != "o")
 
 
@@ -87,7 +74,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_shapes(tmp_path: Path, case: str) -> None:
-    after = check(model(SHAPES[case]), PASS, tmp_path, changes=1)
+    after = check(with_weights(SHAPES[case]), PASS, tmp_path, changes=1)
     kinds = ops(after)
     assert kinds.count("MatMul") == 4
     assert kinds.count("Concat") == 1  # nothing between is put together
@@ -102,7 +89,7 @@ def test_the_chain_ends_where_heads_mix(tmp_path: Path) -> None:
       d = Transpose <perm = [2, 0, 1, 3]> (s)  big = Constant <value = float[4, 1, 1, 1] {1.0, 2.0, 3.0, 4.0}> ()
       e = Add (s, big)  f = MatMul (s, w)  g1, g2 = Split <axis = 1, num_outputs = 2> (s)
     }"""
-    after = check(model(text, w=(4, 7)), PASS, tmp_path, changes=1)
+    after = check(with_weights(text, w=(4, 7)), PASS, tmp_path, changes=1)
     kinds = ops(after)
     assert [kinds.count(op) for op in ("MatMul", "Softmax", "ReduceSum", "Transpose", "Add")] == [5, 1, 1, 1, 1]
 
@@ -117,9 +104,9 @@ LOOK_ALIKES = {
 
 @pytest.mark.parametrize("case", LOOK_ALIKES)
 def test_look_alikes_stay(tmp_path: Path, case: str) -> None:
-    check(model(LOOK_ALIKES[case]), PASS, tmp_path, changes=0)
+    check(with_weights(LOOK_ALIKES[case]), PASS, tmp_path, changes=0)
 
 
 def test_a_linear_layer_stays(tmp_path: Path) -> None:
     text = "g (float[4, 3, 5] x) => (float[4, 3, 6] y) { y = MatMul (x, w) }"
-    check(model(text, w=(5, 6)), PASS, tmp_path, changes=0)
+    check(with_weights(text, w=(5, 6)), PASS, tmp_path, changes=0)
