@@ -1,0 +1,1 @@
+"""Weight rounding, one file a method; every method gives a QuantisedWeight (quantize/grid.py)."""
