@@ -1,4 +1,4 @@
-"""A block's ONNX graph computed in torch, with a hook on every tensor: calibration reads there, fake quantisation writes.
+"""A block's ONNX graph in torch, with a hook on every tensor: calibration reads there, fake quantisation writes.
 
 One block is held at a time: its weights are handed in by name, so memory does not grow with layers.
 """
@@ -56,7 +56,7 @@ def block_of(graph: ir.Graph, prefix: str, outputs: tuple[str, ...], is_weight: 
         if not (node.name or "").startswith(prefix):
             continue
         if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
-            raise RingstepError(f"node {node.name}: calibration has no {node.op_type}; add it to quantize/torch_graph.py")
+            raise RingstepError(f"node {node.name}: no torch form of {node.op_type} in quantize/torch_graph.py; add one")
         for value in node.inputs:
             if value is None or str(value.name) in made:
                 continue
