@@ -224,11 +224,14 @@ class DecodeSession:
             old[:, :, slot : slot + length] = new[:, :, source : source + length]
 
     def entries(self, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What a layer's cache holds now: positions [m] in order, keys and values float32 [kv_heads, m, head_dim]."""
+        """What the cache of spec.caches[layer] holds now: positions [m] in order, keys and values in float32.
+
+        Keys and values are [kv_heads, m, head_dim].
+        """
         cache = self.spec.caches[layer]
         held = held_positions(cache.kind, cache.length, self.position)
         slots = np.argsort(held, kind="stable")[int((held < 0).sum()) :]
-        keys, values = self.caches[layer, "key"][0], self.caches[layer, "value"][0]
+        keys, values = self.caches[cache.layer, "key"][0], self.caches[cache.layer, "value"][0]
         if cache.key_layout == "transposed":
             keys = keys.transpose(0, 2, 1)
         as_float = lambda what, array: dequantise(array[:, slots], self.encodings[cache.layer, what])
