@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -54,7 +55,7 @@ def from_range(low: float, high: float, dtype: DType, symmetric: bool) -> Activa
     return Activation(dtype, Encoding(scale, int(np.clip(round(bottom - low / scale), bottom, top))))
 
 
-def is_float(value: ir.Value | None) -> bool:
+def is_float(value: ir.Value | None) -> TypeGuard[ir.Value]:
     """Whether a value is a float activation (no initializer)."""
     return value is not None and value.const_value is None and value.dtype == ir.DataType.FLOAT
 
@@ -86,7 +87,7 @@ def groups(graph: ir.Graph) -> dict[str, str]:
                     if out not in entries:
                         join(name, out)
     for name in entries:
-        kind, what, layer = name.split("_")
+        _, what, layer = name.split("_")
         join(f"past_{what}_{layer}", name)
     return {name: root(name) for name in parent}
 

@@ -147,7 +147,7 @@ def source_encoding(node: ir.Node, activations: Mapping[str, Activation]) -> Act
     """The encoding of what a node moves; None for a node that computes."""
     if node.op_type not in MOVES:
         return None
-    return next((encoding_of(v, activations) for v in node.inputs if is_float(v)), None)  # type: ignore[arg-type]
+    return next((encoding_of(v, activations) for v in node.inputs if is_float(v)), None)
 
 
 def operand(writer: Writer, node: ir.Node, value: ir.Value | None, floats: Mapping[ir.Value, ir.Value],

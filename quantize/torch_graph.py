@@ -56,7 +56,7 @@ def block_of(graph: ir.Graph, prefix: str, outputs: tuple[str, ...], is_weight: 
         if not (node.name or "").startswith(prefix):
             continue
         if node.op_type not in OPERATORS or node.domain not in ("", "ai.onnx"):
-            raise RingstepError(f"node {node.name}: no torch form of {node.op_type} in quantize/torch_graph.py; add one")
+            raise RingstepError(f"node {node.name}: no torch form of {node.op_type} (quantize/torch_graph.py)")
         for value in node.inputs:
             if value is None or str(value.name) in made:
                 continue

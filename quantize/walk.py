@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quantize.torch_graph import Block, Hook, run
-from recipes.plan import Plan
 from recipes.step import layer_inputs, layer_outputs
 from ringstep.contract import GraphSpec, StepSpec, io_tensors
 from ringstep.engines.base import Arrays
@@ -58,7 +57,7 @@ class BlockEngine:
         """Nothing to free."""
 
 
-def layer_outputs_of(plan: Plan, spec: StepSpec, layer: int) -> tuple[str, ...]:
+def layer_outputs_of(spec: StepSpec, layer: int) -> tuple[str, ...]:
     """Names of what a layer's graph returns: the hidden state and its two cache outputs."""
     return (f"hidden_{layer}", *layer_outputs(spec.caches[layer]))
 

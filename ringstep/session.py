@@ -273,7 +273,8 @@ class Buffers:
             self.names[alike] = [(key, by_cache[key].name) for key in own]
             self.outputs |= {name: stack[i : i + 1] for i, (_, name) in enumerate(self.names[alike])}
         self.past = [(t.name, caches[t.layer], what(t.role)) for t in graph.inputs if t.layer is not None]
-        self.by_role: dict[tuple[str, str | None], TensorSpec] = {(t.role, t.of): t for t in graph.inputs if t.layer is None}
+        self.by_role: dict[tuple[str, str | None], TensorSpec] = {}
+        self.by_role |= {(t.role, t.of): t for t in graph.inputs if t.layer is None}
         self.logits = next(t for t in graph.outputs if t.role == "logits")
 
     def fill(self, position: int, feed: np.ndarray, table: Table | None) -> None:
