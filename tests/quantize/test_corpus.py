@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 import quantize.corpus as corpus
 from quantize.corpus import FOLDER, HELD_OUT, PASSAGE, Document, fingerprint, held_out, load_texts, mixed, sequences
@@ -361,6 +361,17 @@ def test_without_a_template_conversations_are_plain(letters: Text, monkeypatch: 
     text = with_template(letters, None, monkeypatch)
     (ids,) = sequences([chat("hi", "yo")], text, length=6, tokens=1)
     assert "".join(map(chr, ids)) == "hi\n\nyo"
+
+
+def test_the_template_writes_the_special_tokens_and_the_tokenizer_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(models.BPE({chr(code): code for code in range(256)}, []))
+    tokenizer.post_processor = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", ord("^"))])
+    text = text_of(tmp_path, {"tokenizer.json": tokenizer.to_str().encode()})
+    assert sequences(plain("ab"), text, length=3, tokens=1) == [list(b"^ab")]
+    text = with_template(text, "^" + TEMPLATE, monkeypatch)
+    assert sequences([chat("a")], text, length=9, tokens=1) == [list(b"^<user>a<")]
 
 
 def test_smollm2_sees_its_own_chat_format(smollm2: Text) -> None:

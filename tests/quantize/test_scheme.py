@@ -256,6 +256,7 @@ def test_overrides_apply_in_order_and_only_where_they_match() -> None:
         "[[override]]\npattern = 'layers.*.mlp.*'\nrounding = 'clip'\n"
         "[[override]]\npattern = '*.down_proj'\nbits = 8\nblock = 0\ntwo_level = false\n"
         "[[override]]\npattern = 'layers.[0-2].*'\ndamping = 0.5\n"
+        "[[override]]\npattern = 'LAYERS.*'\nbits = 2\n"
     )
     block = Weights(bits=4, block=32, two_level=True, rounding="gptq")
     assert weights_for(scheme, "layers.3.attn.q_proj") == block
@@ -264,7 +265,6 @@ def test_overrides_apply_in_order_and_only_where_they_match() -> None:
     assert weights_for(scheme, "layers.2.attn.q_proj") == dataclasses.replace(block, damping=0.5)
     assert weights_for(scheme, "layers.20.attn.q_proj") == block  # [0-2] is one character
     assert weights_for(scheme, "head") == weights_for(scheme, "embedding") == Weights()
-    check(scheme, [*PATHS, "layers.2.attn.q_proj"])
 
 
 def test_a_star_reaches_head_and_embedding() -> None:
@@ -351,9 +351,12 @@ def test_a_chip_refuses(text: str, reason: str, taken: str) -> None:
     for arch, chip in CHIPS.items():
         if arch in taken.split():
             refuse(parse(text), chip)
+            refuse(parse(text), chip, PATHS)
         else:
             with pytest.raises(RingstepError, match=reason):
                 refuse(parse(text), chip)
+            with pytest.raises(RingstepError, match="cannot run on"):
+                refuse(parse(text), chip, PATHS)
 
 
 def test_overrides_are_refused_too_and_excuse_what_they_replace() -> None:
