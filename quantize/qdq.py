@@ -208,20 +208,23 @@ def linear(writer: Writer, node: ir.Node, floats: Mapping[ir.Value, ir.Value], s
 def two_level(writer: Writer, node: ir.Node, x: ir.Value, weight: str, stored: Stored) -> ir.Value:
     """A MatMul on int4 blocks whose scales are a step times the channel's: the form that HTP keeps (LPBQ).
 
-    The scales go to QuantizeLinear through a DequantizeLinear and to the weight's DequantizeLinear as a constant of the
-    same values: shared, the runtime would copy the node and leave the copy to the CPU.
+        steps uint8 [in / block, out] ─ DQ(channel [out]) ─ scales ┐
+        weight int4 [out, in] ─ Transpose ─────── DQ(axis 0, blocks) ─ MatMul
+
+    The compiler takes it in a MatMul only; it folds the Transpose, so that the file keeps the checkpoint's layout.
     """
-    assert stored.steps is not None and stored.channel_scale is not None
-    out, blocks, at = node.outputs[0], stored.scale.shape, {"axis": 0, "block_size": int(stored.grid.block or 0)}
-    scales = writer.node(
-        "DequantizeLinear", f"{node.name}/scales/DequantizeLinear",
-        [writer.external(f"{weight}_steps", stored.steps), writer.external(f"{weight}_channel", stored.channel_scale),
-         writer.zeros("uint8", (blocks[1],))], f"{weight}_scales", "float32", ir.Shape(blocks), {"axis": 1},
-    )  # fmt: skip
-    real, zero = writer.external(f"{weight}_real", stored.q), writer.zeros("int4", blocks)
-    q = writer.node("QuantizeLinear", f"{node.name}/weight/QuantizeLinear", [real, scales, zero], f"{weight}_q",
-                    "int4", real.shape, at)  # fmt: skip
-    same = writer.external(f"{weight}_scale", stored.scale)
-    back = writer.node("DequantizeLinear", f"{node.name}/weight/DequantizeLinear", [q, same, zero],
-                       f"{weight}_dequantised", "float32", real.shape, at)  # fmt: skip
+    assert stored.steps is not None
+    out, blocks, block = node.outputs[0], stored.steps.shape, int(stored.grid.block or 0)
+    steps, channel = writer.external(f"{weight}_steps", stored.steps), writer.external(f"{weight}_scale", stored.scale)
+    scales = writer.node("DequantizeLinear", f"{node.name}/scales/DequantizeLinear",
+                         [steps, channel, writer.zeros("uint8", stored.scale.shape)], f"{weight}_scales", "float32",
+                         ir.Shape(blocks), {"axis": 1})  # fmt: skip
+    turned = ir.Shape(tuple(reversed(stored.shape)))
+    made = ir.Value(name=f"{weight}_turned", shape=turned, type=ir.TensorType(ir.DataType.INT4))
+    q = writer.external(f"{weight}_q", stored.q)
+    writer.nodes.append(ir.Node("", "Transpose", [q], [ir.AttrInt64s("perm", [1, 0])], outputs=[made],
+                                name=f"{node.name}/weight/Transpose"))  # fmt: skip
+    back = writer.node("DequantizeLinear", f"{node.name}/weight/DequantizeLinear",
+                       [made, scales, writer.zeros("int4", blocks)], f"{weight}_dequantised", "float32", turned,
+                       {"axis": 0, "block_size": block})  # fmt: skip
     return writer.node("MatMul", str(node.name), [x, back], f"{out.name}_float", "float32", out.shape)

@@ -1,8 +1,7 @@
 """The file of quantised weights: every weight once, for decode and every prefill chunk alike.
 
 quantised.bin holds integers and scales, each starting at a multiple of 64 bytes; quantised.json says where, by the
-parameter's name. int4 is packed two a byte, the lower half first, as ONNX stores it. Weights in two-level blocks are
-kept as the floats that their numbers stand for, [in, out]: the form in which HTP's compiler recognises them.
+parameter's name. int4 is packed two a byte, the lower half first, as ONNX stores it.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class Stored:
     shape: tuple[int, int]
     q: Place
     scale: Place
-    """[out] per channel; two-level: [in / block, out] floats."""
+    """[out]: of each channel; two-level: what its steps are times."""
     steps: Place | None = None
-    """Two-level: uint8 [in / block, out]."""
-    channel_scale: Place | None = None
-    """Two-level: [out]."""
+    """Two-level: uint8 [in / block, out], 1 to 15."""
 
 
 class Writer:
@@ -58,7 +55,7 @@ class Writer:
         """Append an array in row-major order; `dtype` int4 packs it."""
         self.file.write(b"\0" * (-self.file.tell() % ALIGN))
         place = Place(self.name, self.file.tell(), values.shape, dtype or str(values.dtype))
-        self.file.write((pack(values) if dtype == "int4" else np.ascontiguousarray(values)).data)
+        self.file.write((pack(values) if dtype == "int4" else np.ascontiguousarray(values)).tobytes())
         return place
 
     def weight(self, name: str, weight: QuantisedWeight) -> Stored:
@@ -69,10 +66,8 @@ class Writer:
         shape = (weight.q.shape[0], weight.q.shape[1])
         if grid.two_level:
             assert weight.steps is not None and weight.channel_scale is not None
-            stored = Stored(
-                grid, shape, self.array(weight.dequantised().T), self.array(np.ascontiguousarray(weight.scale.T)),
-                self.array(np.ascontiguousarray(weight.steps.T)), self.array(weight.channel_scale),
-            )  # fmt: skip
+            q = self.array(weight.q, "int4")
+            stored = Stored(grid, shape, q, self.array(weight.channel_scale), self.array(weight.steps.T))
         else:
             q = self.array(weight.q, "int4" if grid.bits == 4 else "")
             stored = Stored(grid, shape, q, self.array(weight.scale.reshape(-1)))
@@ -104,6 +99,6 @@ def load_index(path: Path) -> dict[str, Stored]:
     for name, body in json.loads(path.read_text()).items():
         q, scale = place(body["q"]), place(body["scale"])
         assert q is not None and scale is not None
-        found[name] = Stored(Grid(**body["grid"]), (body["shape"][0], body["shape"][1]), q, scale,
-                             place(body["steps"]), place(body["channel_scale"]))  # fmt: skip
+        shape = (body["shape"][0], body["shape"][1])
+        found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]))
     return found
