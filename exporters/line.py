@@ -216,7 +216,8 @@ class Line:
         """onnx/weights.bin, onnx/embedding.bin, onnx/index.json."""
 
         def build(folder: Path) -> dict[str, Any]:
-            from exporters.weights import sources, write_weights
+            from exporters.weights import write_weights
+            from recipes.weights import sources
 
             (folder / "onnx").mkdir()
             total = sum(_size(s.out_shape) for s in sources(self.plan)) * DTYPE_BYTES[self.dtype]

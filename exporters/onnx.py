@@ -18,10 +18,11 @@ import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from exporters.trace import OPSET, trace
-from exporters.weights import Placed, key
+from exporters.weights import Placed
 from recipes.blocks import Embed, Head
 from recipes.plan import Options, Plan, Source
 from recipes.step import head_sources, layer_inputs, layer_outputs
+from recipes.weights import key
 from ringstep.contract import DType, GraphSpec, StepSpec, TensorSpec
 
 IR_VERSION = 11  # the first that carries opset 23

@@ -44,10 +44,10 @@ class RecipeReference:
     source = "recipe, eager torch, float32"
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        from exporters.weights import read
         from recipes import plan_for
         from recipes.plan import Options
         from recipes.step import DecodeStep
+        from recipes.weights import read
 
         self.plan = plan_for(checkpoint.config)
         # Append everywhere keeps every entry for the comparison.

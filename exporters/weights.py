@@ -7,7 +7,6 @@ rows up in (and that a tied head shares); index.json says where each parameter l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,13 +14,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipes.plan import Plan, Source
-from recipes.step import head_sources
+from recipes.weights import key, pieces, sources
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import DTYPE_BYTES, DType
 from ringstep.errors import RingstepError
 
 ALIGN = 4096  # the page size ONNX advises for mapping external data
-PIECE_BYTES = 8 << 20  # the float32 size of what is converted at a time: peak memory is a few of these
 
 
 @dataclass(frozen=True)
@@ -31,40 +29,6 @@ class Placed:
     file: str
     offset: int
     shape: tuple[int, ...]
-
-
-def key(source: Source) -> str:
-    """A parameter's name in the index: the checkpoint tensor's, with the rows where it is a part of one."""
-    return source.name if source.rows is None else f"{source.name}[{source.rows[0]}:{source.rows[1]}]"
-
-
-def sources(plan: Plan) -> Iterator[Source]:
-    """Every distinct parameter of the model, table first, then in the order the step uses them."""
-    seen = set()
-    layers = [source for i in range(len(plan.layers)) for source in plan.layer_sources(i).values()]
-    for source in [plan.embedding, *layers, *head_sources(plan).values()]:
-        if key(source) not in seen:
-            seen.add(key(source))
-            yield source
-
-
-def pieces(checkpoint: Checkpoint, source: Source) -> Iterator[np.ndarray]:
-    """The parameter in float32, a few rows at a time."""
-    start, stop = source.rows or (0, source.shape[0])
-    step = max(1, PIECE_BYTES // max(4, 4 * int(np.prod(source.shape[1:]))))
-    for at in range(start, stop, step):
-        piece = np.asarray(checkpoint.read(source.name, (at, min(stop, at + step)))).astype(np.float32, copy=False)
-        yield piece + np.float32(source.add) if source.add else piece
-
-
-def read(checkpoint: Checkpoint, source: Source) -> np.ndarray:
-    """The whole parameter in float32 (a new array)."""
-    out = np.empty(source.out_shape, np.float32)
-    at = 0
-    for piece in pieces(checkpoint, source):
-        out[at : at + len(piece)] = piece
-        at += len(piece)
-    return out
 
 
 def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None) -> int:

@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.layout, self.accurate = layout, options.activations == "accurate"
         # On phones one Softmax over concatenated keys was as fast as any form; a CPU, where float32 graphs run,
         # is spared a copy of every cache.
-        self.concat_scores = options.dtype == "float32"
+        self.concat_scores = options.dtype == "float32" and not options.quantised
         self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)

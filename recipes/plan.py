@@ -50,6 +50,8 @@ class Options:
     gelu: Literal["auto", "exact", "tanh", "sigmoid"] = "auto"
     layout: dict[str, Layout] = field(default_factory=dict)
     embedding_inside: bool = False
+    quantised: bool = False
+    """Written for quantised activations: keys are concatenated, so that one MatMul has one encoding."""
 
     @property
     def streams(self) -> int:

@@ -24,18 +24,31 @@ VERSION = 1
 MAX_JSON_BYTES = 64 << 20
 INT64_MAX = 2**63 - 1
 
-DType = Literal["float32", "float16", "int32"]
+DType = Literal["float32", "float16", "int32", "uint8", "int8", "uint16", "int16"]
 CacheKind = Literal["ring", "append", "roll", "state"]
 Role = Literal[
     "ids", "embedding", "cos", "sin", "mask", "key_in", "value_in", "key_out", "value_out",
     "state_in", "state_out", "hidden", "logits",
 ]  # fmt: skip
-DTYPE_BYTES = {"float32": 4, "float16": 2, "int32": 4}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "int32": 4, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2}
+QUANTISED = ("uint8", "int8", "uint16", "int16")
+INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What the integers of a tensor stand for: real = scale * (q - zero)."""
+
+    scale: float
+    zero: int
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output: `of` names the rotary or mask it belongs to, `layer` the layer of a cache tensor."""
+    """One input or output: `of` names the rotary or mask it belongs to, `layer` the layer of a cache tensor.
+
+    A quantised tensor (uint8, int8, uint16, int16) has an encoding.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +56,7 @@ class TensorSpec:
     role: Role
     of: str | None = None
     layer: int | None = None
+    encoding: Encoding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +118,29 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The table [vocab, hidden] in row-major order at `offset` bytes of `file`; the host looks rows up."""
+    """The table [vocab, hidden] in row-major order at `offset` bytes of `file`; the host looks rows up.
+
+    An int8 or int16 table has float32 scales [vocab] at `scales` bytes of the file: row i is scales[i] times its
+    integers.
+    """
 
     file: str
     offset: int
     shape: tuple[int, int]
     dtype: DType
+    scales: int | None = None
+
+
+@dataclass(frozen=True)
+class PrefixSpec:
+    """The sink prefix: every text begins with `ids`, whose cache entries and logits were computed in float.
+
+    `file` holds, for each cache in order, keys then values [kv_heads, len(ids), head_dim] in the cache's dtype and
+    encoding, and after them logits float32 [len(ids), vocab]. The host copies them in place of running those tokens.
+    """
+
+    file: str
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -151,6 +182,8 @@ class StepSpec:
     embedding: EmbeddingSpec | None = None
     activations: Literal["accurate", "native"] = "native"
     target: dict[str, str] = field(default_factory=dict)
+    scheme: str = ""
+    prefix: PrefixSpec | None = None
 
     def graph(self, n: int) -> GraphSpec:
         """The graph that takes n tokens; RingstepError when there is none."""
@@ -279,7 +312,7 @@ def check_relative(path: str, where: str) -> None:
 def _validate(spec: StepSpec) -> None:
     for name in ("vocab", "hidden", "context"):
         _require(getattr(spec, name) >= 1, f"{name}: must be at least 1")
-    _require(spec.dtype in ("float32", "float16"), "dtype: must be float32 or float16")
+    _require(spec.dtype != "int32", "dtype: must be float32, float16, or that of quantised activations")
     _require(spec.mask_value < 0, "mask_value: must be negative")
     rotary = {r.name: r for r in spec.rotary}
     masks = {m.name: m for m in spec.masks}
@@ -303,7 +336,9 @@ def _validate(spec: StepSpec) -> None:
     for i, cache in enumerate(spec.caches):
         where = f"caches[{i}]"
         _require(cache.layer >= 0, f"{where}.layer: negative")
-        _require(cache.dtype in ("float32", "float16"), f"{where}.dtype: must be float32 or float16")
+        floats = spec.dtype in ("float32", "float16")
+        _require(cache.dtype in (("float32", "float16") if floats else QUANTISED), f"{where}.dtype: not one of a cache "
+                 f"beside {spec.dtype}")  # fmt: skip
         _require(cache.rotary in rotary, f"{where}.rotary: no rotary named {cache.rotary!r}")
         _require(cache.mask in masks, f"{where}.mask: no mask named {cache.mask!r}")
         mask = masks[cache.mask]
@@ -318,8 +353,18 @@ def _validate(spec: StepSpec) -> None:
         check_relative(spec.embedding.file, "embedding.file")
         _require(0 <= spec.embedding.offset < 1 << 60, "embedding.offset: not a place in a file")
         _require(spec.embedding.shape == (spec.vocab, spec.hidden), "embedding.shape: not [vocab, hidden]")
+        signed = spec.embedding.dtype in ("int8", "int16")
+        _require(signed or spec.embedding.dtype in ("float32", "float16"), "embedding.dtype: no type of a table")
+        scaled = spec.embedding.scales is not None
+        _require(scaled == signed, "embedding.scales: int8 and int16 tables have them, no other")
+        _require(0 <= (spec.embedding.scales or 0) < 1 << 60, "embedding.scales: not a place in a file")
+    if spec.prefix:
+        check_relative(spec.prefix.file, "prefix.file")
+        _require(0 < len(spec.prefix.ids) <= spec.context, "prefix.ids: none, or more than the context")
+        _require(all(0 <= i < spec.vocab for i in spec.prefix.ids), "prefix.ids: an id lies outside the vocabulary")
     for graph in spec.graphs:
         _validate_graph(spec, graph)
+    _validate_encodings(spec)
 
 
 def _validate_graph(spec: StepSpec, graph: GraphSpec) -> None:
@@ -355,6 +400,26 @@ def _validate_graph(spec: StepSpec, graph: GraphSpec) -> None:
             made |= set(part.outputs)
         left = [t.name for t in graph.outputs if t.name not in made]
         _require(not left, f"{where}.parts.{fmt}: no part returns {', '.join(left)}")
+
+
+def _validate_encodings(spec: StepSpec) -> None:
+    """Integers have encodings, and one tensor means the same in every graph; a cache's the same going in and out."""
+    known: dict[Any, Any] = {}
+    for graph in spec.graphs:
+        for tensor in (*graph.inputs, *graph.outputs, *graph.hidden):
+            where = f"graphs[n={graph.n}].{tensor.name}.encoding"
+            _require((tensor.encoding is not None) == (tensor.dtype in QUANTISED),
+                     f"{where}: {tensor.dtype} {'needs one' if tensor.dtype in QUANTISED else 'has none'}")  # fmt: skip
+            if tensor.encoding is None:
+                continue
+            low, high = INTEGERS[tensor.dtype]
+            _require(tensor.encoding.scale > 0, f"{where}.scale: must be positive")
+            _require(low <= tensor.encoding.zero <= high, f"{where}.zero: outside {tensor.dtype}")
+            cached = tensor.layer is not None
+            key = (tensor.layer, tensor.role.split("_")[0]) if cached else tensor.name
+            same = known.setdefault(key, tensor.encoding) == tensor.encoding
+            _require(same, f"{where}: differs from {'the same cache' if cached else 'the same tensor'} elsewhere, so "
+                     "entries cannot be copied as they are")  # fmt: skip
 
 
 def io_tensors(

@@ -17,10 +17,11 @@ from safetensors.numpy import load_file
 
 import exporters.onnx
 from exporters.onnx import export_graphs, trace_blocks
-from exporters.weights import Placed, key, load_index, sources, write_weights
+from exporters.weights import Placed, load_index, write_weights
 from recipes import plan_for
 from recipes.plan import Options, Plan
 from recipes.step import step_spec
+from recipes.weights import key, sources
 from ringstep.checkpoint import open_checkpoint
 from ringstep.contract import StepSpec
 from ringstep.session import DecodeSession

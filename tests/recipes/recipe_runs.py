@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from exporters.onnx import export_graphs, graph_file
-from exporters.weights import load_index, read, write_weights
+from exporters.weights import load_index, write_weights
 from recipes import plan_for
 from recipes.plan import Options
 from recipes.step import DecodeStep, step_spec
+from recipes.weights import read
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import EmbeddingSpec, PartSpec, StepSpec
 from ringstep.engines.torch_eager import TorchEngine

@@ -79,7 +79,7 @@ def test_the_whole_is_valid(body: dict[str, Any]) -> None:
 
 
 DEFAULTED = ("of", "layer", "scale", "theta", "kind", "window", "key_layout", "hidden", "parts", "embedding",
-             "activations", "target")  # fmt: skip
+             "activations", "target", "encoding", "scales", "scheme", "prefix")  # fmt: skip
 
 
 def test_every_key_deleted(body: dict[str, Any]) -> None:

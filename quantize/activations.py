@@ -1,0 +1,192 @@
+"""Encodings of activations: which tensors share one, and what each is, from what calibration saw.
+
+Tensors that only move (Reshape, Transpose, Split, Concat, ...) share the encoding of what they move, so that nothing is
+rounded twice. Cache entries are apart: past and new ones have one encoding, so that the host copies them as they are.
+Only computed tensors and inputs have ranges; those have the same names in decode and prefill graphs, and so the
+encodings are the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+
+from quantize.observe import Seen, merge, value_range
+from quantize.scheme import Scheme
+from ringstep.contract import INTEGERS, DType, Encoding
+from ringstep.devices import Chip
+from ringstep.errors import RingstepError
+
+MOVES = ("Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Concat", "Identity", "Expand")
+# HTP's 16-bit kernels of these give their results on one grid whatever is asked for (docs/htp-accuracy.md).
+FIXED = {"Sigmoid": Encoding(2.0**-16, 0), "Tanh": Encoding(2.0**-15, 32768), "Softmax": Encoding(1 / 65535, 0)}
+GATES = ("Sigmoid", "Swish", "Gelu", "Tanh", "Erf")
+# How far below the smallest score masked ones go: e^-20 is half a step of a 16-bit softmax over a million keys.
+MASK_DEPTH = 20.0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A quantised activation: its integer type and encoding."""
+
+    dtype: DType
+    encoding: Encoding
+
+    def fake(self, values: np.ndarray) -> np.ndarray:
+        """What is left of float values after quantising them."""
+        low, high = INTEGERS[self.dtype]
+        scale, zero = np.float32(self.encoding.scale), self.encoding.zero
+        q = np.clip(np.rint(values / scale) + zero, low, high) - zero
+        return (q * scale).astype(np.float32)
+
+
+def from_range(low: float, high: float, dtype: DType, symmetric: bool) -> Activation:
+    """The encoding that spends an integer type on low .. high (0 among them), zero in the middle if symmetric."""
+    bottom, top = INTEGERS[dtype]
+    tiny = float(np.finfo(np.float32).tiny) * 65536
+    if symmetric:
+        middle = 0 if bottom < 0 else (top + 1) // 2
+        return Activation(dtype, Encoding(float(np.float32(max(-low, high, tiny) / (top - middle))), middle))
+    scale = float(np.float32(max(high - low, tiny) / (top - bottom)))
+    return Activation(dtype, Encoding(scale, int(np.clip(round(bottom - low / scale), bottom, top))))
+
+
+def is_float(value: ir.Value | None) -> TypeGuard[ir.Value]:
+    """Whether a value is a float activation (no initializer)."""
+    return value is not None and value.const_value is None and value.dtype == ir.DataType.FLOAT
+
+
+def groups(graph: ir.Graph) -> dict[str, str]:
+    """Every float activation's group by name; members of a group share an encoding."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    def join(a: str, b: str) -> None:
+        parent[root(b)] = root(a)
+
+    entries = {str(v.name) for v in graph.outputs if str(v.name).startswith(("new_", "present_"))}
+    for value in graph.inputs:
+        if is_float(value):
+            root(str(value.name))
+    for node in graph:
+        outs = [str(v.name) for v in node.outputs if is_float(v)]
+        for out in outs:
+            root(out)
+        if node.op_type in MOVES:
+            moved = [str(v.name) for v in node.inputs if is_float(v)]
+            for name in moved:
+                for out in outs:
+                    if out not in entries:
+                        join(name, out)
+    for name in entries:
+        _, what, layer = name.split("_")
+        join(f"past_{what}_{layer}", name)
+    return {name: root(name) for name in parent}
+
+
+def roles(graph: ir.Graph) -> dict[str, str]:
+    """The role of each float activation, as Ranges names them."""
+    found: dict[str, str] = {}
+    for node in graph:
+        for value in node.outputs:
+            name = str(value.name)
+            readers = [user.op_type for user, _ in value.uses()]
+            if name == "logits":
+                found[name] = "logits"
+            elif node.op_type in GATES or any(op in GATES for op in readers):
+                found[name] = "gate"
+            elif node.op_type == "Softmax" or "Softmax" in readers or (node.op_type == "MatMul" and "Add" in readers):
+                found[name] = "scores"
+            elif "RMSNormalization" in readers and node.op_type in ("Add", "RMSNormalization"):
+                found[name] = "residual"
+            elif any(op in ("Gemm", "MatMul") for op in readers):
+                found[name] = "linear_input"
+    for value in graph.inputs:
+        name = str(value.name)
+        found[name] = "cache" if name.startswith("past_") else "residual" if name in ("x", "embedded") else "other"
+    return found
+
+
+def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None) -> dict[str, Activation]:
+    """The encoding of every float activation of a graph.
+
+    Raises RingstepError naming a tensor that calibration did not see, or saw values in that are not finite.
+    """
+    group, role = groups(graph), roles(graph)
+    members: dict[str, list[str]] = {}
+    for name, top in group.items():
+        members.setdefault(top, []).append(name)
+    found: dict[str, Activation] = {}
+    masked = {str(node.outputs[0].name): node for node in graph if masks(node)}
+    fixed = {str(node.outputs[0].name): FIXED[node.op_type] for node in graph if node.op_type in FIXED}
+    for names in members.values():
+        special = next((n for n in names if n in fixed), None)
+        if special is not None and scheme.activations.bits == 16:
+            own = Activation("uint16", fixed[special])
+        elif mask := next((n for n in names if n.startswith("mask_")), None):
+            own = mask_encoding(graph, mask, seen)
+        else:
+            own = from_seen(graph, names, seen, role, scheme, chip, masked)
+        found.update(dict.fromkeys(names, own))
+    return found
+
+
+def masks(node: ir.Node) -> bool:
+    """Whether a node adds a mask to scores."""
+    return node.op_type == "Add" and any(v is not None and str(v.name).startswith("mask_") for v in node.inputs)
+
+
+def mask_depth(graph: ir.Graph, mask: str, seen: Mapping[str, Seen]) -> float:
+    """How far a mask pushes scores down: past the span of all scores that calibration saw, and MASK_DEPTH more."""
+    value = next(v for v in graph.inputs if v.name == mask)
+    spans = []
+    for node, _ in value.uses():
+        if (scores := unmasked(node, seen)) is not None:
+            spans.append(scores.high - scores.low)
+    return float(max(spans, default=0.0) + MASK_DEPTH)
+
+
+def unmasked(node: ir.Node, seen: Mapping[str, Seen]) -> Seen | None:
+    """What calibration saw of the scores that a node adds a mask to."""
+    own = next((v for v in node.inputs if v is not None and not str(v.name).startswith("mask_")), None)
+    while own is not None and str(own.name) not in seen and (maker := own.producer()) is not None:
+        own = maker.inputs[0]
+    return seen.get(str(own.name)) if own is not None else None
+
+
+def mask_encoding(graph: ir.Graph, mask: str, seen: Mapping[str, Seen]) -> Activation:
+    """0 and minus the mask's depth, both exact."""
+    return Activation("uint16", Encoding(float(np.float32(mask_depth(graph, mask, seen) / 65535)), 65535))
+
+
+def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role: Mapping[str, str], scheme: Scheme,
+              chip: Chip | None, masked: Mapping[str, ir.Node]) -> Activation:  # fmt: skip
+    """A group's encoding from its members' histories."""
+    cached = any(n.startswith("past_") for n in names)
+    node = next((masked[n] for n in names if n in masked), None)
+    histories = [seen[n] for n in sorted(names) if n in seen] if node is None else [unmasked(node, seen)]
+    parts = [h for h in histories if h is not None]
+    if not parts:
+        raise RingstepError(f"tensor {sorted(names)[0]}: calibration never saw it, so it has no range")
+    whole = merge(parts)
+    if not np.isfinite([whole.low, whole.high]).all():
+        raise RingstepError(f"tensor {sorted(names)[0]}: values that are not finite during calibration")
+    kind = "cache" if cached else next((role[n] for n in sorted(names) if n in role), "other")
+    bits = scheme.cache.bits if cached else scheme.activations.bits
+    method = getattr(scheme.activations.ranges, kind)
+    low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
+    if node is not None:
+        low -= MASK_DEPTH  # masked scores lie lower still and are clipped there
+    if cached and bits == 16:
+        # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits (docs/htp-accuracy.md).
+        wide = chip is None or chip.arch >= 73
+        return from_range(low, high, "int16" if wide else "uint16", symmetric=True)
+    return from_range(low, high, "uint8" if bits == 8 else "uint16", symmetric=False)

@@ -1,0 +1,226 @@
+"""A float graph made a QDQ graph for HTP: integers between the nodes, weights as references into quantised.bin.
+
+    past_key (int16) ─ DQ ┐
+    x (uint16) ─ DQ ─ RMSNormalization ─ Q ─ DQ ─ Gemm ─ Q ─ DQ ─ ... ─ Q ─ logits (uint16)
+                             weight int16 ─ DQ ┘    └ DQ ─ weight int4 [out, in], scale [out]
+
+Inputs and outputs are integers with the encodings that step.json lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from quantize.activations import MOVES, Activation, is_float
+from quantize.store import Place, Stored
+from ringstep.contract import DType
+from ringstep.errors import RingstepError
+
+IR_TYPES: dict[str, ir.DataType] = {
+    "uint8": ir.DataType.UINT8, "int8": ir.DataType.INT8, "uint16": ir.DataType.UINT16, "int16": ir.DataType.INT16,
+    "int4": ir.DataType.INT4, "float32": ir.DataType.FLOAT,
+}  # fmt: skip
+BYTES = {"uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "int4": 0.5, "float32": 4}
+
+
+class Writer:
+    """A graph being put together: nodes in order, and one initializer for each distinct constant."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nodes: list[ir.Node] = []
+        self.initializers: dict[str, ir.Value] = {}
+
+    def initialize(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        """An initializer, made once."""
+        if name not in self.initializers:
+            shape = ir.Shape(tensor.shape.numpy())
+            value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            self.initializers[name] = value
+        return self.initializers[name]
+
+    def constant(self, name: str, values: np.ndarray) -> ir.Value:
+        """A small array in the graph itself."""
+        return self.initialize(name, ir.tensor(np.ascontiguousarray(values).reshape(values.shape), name=name))
+
+    def external(self, name: str, place: Place) -> ir.Value:
+        """A reference into the weight files."""
+        count = int(np.prod(place.shape))
+        tensor = ir.ExternalTensor(
+            place.file, place.offset, int(-(-count * BYTES[place.dtype] // 1)), IR_TYPES[place.dtype], name=name,
+            shape=ir.Shape(place.shape), base_dir=self.folder,
+        )  # fmt: skip
+        return self.initialize(name, tensor)
+
+    def zeros(self, dtype: str, shape: Sequence[int]) -> ir.Value:
+        """Zero points of symmetric numbers, one tensor for each type and shape."""
+        name = "zeros." + "x".join(map(str, (dtype, *shape)))
+        values = np.zeros(tuple(shape), np.int8 if dtype == "int4" else dtype)
+        return self.initialize(name, ir.tensor(values, dtype=IR_TYPES[dtype], name=name))
+
+    def node(self, op: str, name: str, inputs: Sequence[ir.Value | None], output: str, dtype: str,
+             shape: ir.Shape | None, attributes: Mapping[str, int] | None = None) -> ir.Value:  # fmt: skip
+        """Append a node of one output."""
+        made = ir.Value(name=output, shape=shape, type=ir.TensorType(IR_TYPES[dtype]))
+        attrs = [ir.AttrInt64(key, value) for key, value in (attributes or {}).items()]
+        self.nodes.append(ir.Node("", op, list(inputs), attrs, outputs=[made], name=name))
+        return made
+
+    def parameters(self, own: Activation) -> list[ir.Value]:
+        """Scale and zero point of an activation."""
+        e = own.encoding
+        scale = self.constant(f"scale.{e.scale!r}", np.array(e.scale, np.float32))
+        return [scale, self.constant(f"zero.{own.dtype}.{e.zero}", np.array(e.zero, own.dtype))]
+
+    def quantise(self, x: ir.Value, own: Activation, output: str) -> ir.Value:
+        """x -> integers named `output`."""
+        name = f"{output}/QuantizeLinear"
+        return self.node("QuantizeLinear", name, [x, *self.parameters(own)], output, own.dtype, x.shape)
+
+    def dequantise(self, q: ir.Value, own: Activation) -> ir.Value:
+        """Integers -> float."""
+        return self.node("DequantizeLinear", f"{q.name}/DequantizeLinear", [q, *self.parameters(own)],
+                         f"{q.name}_dequantised", "float32", q.shape)  # fmt: skip
+
+
+def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation], weights: Mapping[str, Stored],
+           small: Mapping[str, np.ndarray], norm_dtype: DType = "int16") -> ir.Model:  # fmt: skip
+    """The QDQ form of a float graph that will lie in `folder`, beside the weight files.
+
+    `weights` are the linears by name, `small` the values of every other float parameter (norms). Raises
+    RingstepError naming a tensor without an encoding, or a weight that is neither.
+    """
+    graph = model.graph
+    writer = Writer(folder)
+    floats: dict[ir.Value, ir.Value] = {}
+    inputs = []
+    for value in graph.inputs:
+        if not is_float(value):
+            floats[value] = ir.Value(name=value.name, shape=value.shape, type=value.type)
+            inputs.append(floats[value])
+            continue
+        own = encoding_of(value, activations)
+        q = ir.Value(name=value.name, shape=value.shape, type=ir.TensorType(IR_TYPES[own.dtype]))
+        inputs.append(q)
+        floats[value] = writer.dequantise(q, own)
+    outputs: dict[str, ir.Value] = {}
+    wanted = {str(v.name) for v in graph.outputs}
+    for node in graph:
+        if node.op_type == "Gemm" and (stored := weights.get(str(node.inputs[1].name))):  # type: ignore[union-attr]
+            made = [linear(writer, node, floats, stored)]
+        else:
+            made = [ir.Value(name=f"{v.name}_float", shape=v.shape, type=v.type) for v in node.outputs]
+            operands = [operand(writer, node, v, floats, small, norm_dtype) for v in node.inputs]
+            writer.nodes.append(ir.Node(node.domain, node.op_type, operands, node.attributes.values(), outputs=made,
+                                        name=node.name))  # fmt: skip
+        for value, result in zip(node.outputs, made, strict=True):
+            own, name = encoding_of(value, activations), str(value.name)
+            moved = source_encoding(node, activations)
+            if moved is not None and moved != own:
+                # A move has one encoding; the change to the cache's is a step of its own.
+                result = writer.dequantise(writer.quantise(result, moved, f"{name}_moved"), moved)
+            q = writer.quantise(result, own, name if name in wanted else f"{name}_quantised")
+            if name in wanted:
+                outputs[name] = q
+            if value.uses():
+                floats[value] = writer.dequantise(q, own)
+    body = ir.Graph(
+        inputs, [outputs[str(v.name)] for v in graph.outputs], nodes=writer.nodes,
+        initializers=list(writer.initializers.values()), opset_imports=dict(graph.opset_imports), name=graph.name,
+    )  # fmt: skip
+    return ir.Model(body, ir_version=model.ir_version, producer_name="ringstep")
+
+
+def encoding_of(value: ir.Value, activations: Mapping[str, Activation]) -> Activation:
+    """A tensor's encoding; RingstepError where it has none."""
+    own = activations.get(str(value.name))
+    if own is None:
+        raise RingstepError(f"tensor {value.name}: no encoding; calibrate again with this graph")
+    return own
+
+
+def source_encoding(node: ir.Node, activations: Mapping[str, Activation]) -> Activation | None:
+    """The encoding of what a node moves; None for a node that computes."""
+    if node.op_type not in MOVES:
+        return None
+    return next((encoding_of(v, activations) for v in node.inputs if is_float(v)), None)
+
+
+def operand(writer: Writer, node: ir.Node, value: ir.Value | None, floats: Mapping[ir.Value, ir.Value],
+            small: Mapping[str, np.ndarray], norm_dtype: DType) -> ir.Value | None:  # fmt: skip
+    """What a node reads: an activation's float form, a quantised parameter or constant, or integers as they are."""
+    if value is None or value in floats:
+        return None if value is None else floats[value]
+    if value.const_value is None:
+        raise RingstepError(f"node {node.name}: reads {value.name}, which nothing before it makes")
+    name = str(value.name)
+    if value.dtype != ir.DataType.FLOAT:
+        return writer.initialize(name, value.const_value)
+    array = small[name] if name in small else value.const_value.numpy()
+    if array.size > 1 << 16:
+        raise RingstepError(f"node {node.name}: weight {name} is no linear layer's; it would stay in float")
+    if array.ndim == 0 or array.size == 1:
+        # A single number is exact: it is its own scale.
+        own = float(np.asarray(array).reshape(-1)[0])
+        q = np.full(array.shape, 32767 if own > 0 else 0, np.uint16)
+        scale, zero = (own / 32767, 0) if own > 0 else (-own / 32768, 32768)
+        if own == 0:
+            scale, zero = 1.0, 0
+        return dequantised(writer, name, q, np.array(scale, np.float32), np.array(zero, np.uint16))
+    if not np.isfinite(array).all():
+        raise RingstepError(f"tensor {name}: values that are not finite")
+    top = 32767 if norm_dtype == "int16" else 127
+    step = np.array(max(float(np.abs(array).max()), 1e-30) / top, np.float32)
+    q = np.rint(array / step).astype(norm_dtype)
+    return dequantised(writer, name, q, step, np.array(0, norm_dtype))
+
+
+def dequantised(writer: Writer, name: str, q: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> ir.Value:
+    """A small quantised constant and its DequantizeLinear."""
+    if f"{name}_q" in writer.initializers:
+        return next(n.outputs[0] for n in writer.nodes if n.name == f"{name}/DequantizeLinear")
+    stored = writer.constant(f"{name}_q", q)
+    inputs = [stored, writer.constant(f"{name}_scale", scale), writer.constant(f"{name}_zero", zero)]
+    return writer.node("DequantizeLinear", f"{name}/DequantizeLinear", inputs, f"{name}_dequantised", "float32",
+                       stored.shape)  # fmt: skip
+
+
+def linear(writer: Writer, node: ir.Node, floats: Mapping[ir.Value, ir.Value], stored: Stored) -> ir.Value:
+    """A Gemm on quantised weights."""
+    x, weight, out = node.inputs[0], str(node.inputs[1].name), node.outputs[0]  # type: ignore[union-attr]
+    assert x is not None
+    if stored.steps is not None:
+        return two_level(writer, node, floats[x], weight, stored)
+    q = writer.external(f"{weight}_q", stored.q)
+    scale = writer.external(f"{weight}_scale", stored.scale)
+    zero = writer.zeros(stored.q.dtype, stored.scale.shape)
+    real = writer.node("DequantizeLinear", f"{node.name}/weight/DequantizeLinear", [q, scale, zero],
+                       f"{weight}_dequantised", "float32", q.shape, {"axis": 0})  # fmt: skip
+    return writer.node("Gemm", str(node.name), [floats[x], real], f"{out.name}_float", "float32", out.shape,
+                       {"transB": 1})  # fmt: skip
+
+
+def two_level(writer: Writer, node: ir.Node, x: ir.Value, weight: str, stored: Stored) -> ir.Value:
+    """A MatMul on int4 blocks whose scales are a step times the channel's: the form that HTP keeps (LPBQ).
+
+    The scales go to QuantizeLinear through a DequantizeLinear and to the weight's DequantizeLinear as a constant of the
+    same values: shared, the runtime would copy the node and leave the copy to the CPU.
+    """
+    assert stored.steps is not None and stored.channel_scale is not None
+    out, blocks, at = node.outputs[0], stored.scale.shape, {"axis": 0, "block_size": int(stored.grid.block or 0)}
+    scales = writer.node(
+        "DequantizeLinear", f"{node.name}/scales/DequantizeLinear",
+        [writer.external(f"{weight}_steps", stored.steps), writer.external(f"{weight}_channel", stored.channel_scale),
+         writer.zeros("uint8", (blocks[1],))], f"{weight}_scales", "float32", ir.Shape(blocks), {"axis": 1},
+    )  # fmt: skip
+    real, zero = writer.external(f"{weight}_real", stored.q), writer.zeros("int4", blocks)
+    q = writer.node("QuantizeLinear", f"{node.name}/weight/QuantizeLinear", [real, scales, zero], f"{weight}_q",
+                    "int4", real.shape, at)  # fmt: skip
+    same = writer.external(f"{weight}_scale", stored.scale)
+    back = writer.node("DequantizeLinear", f"{node.name}/weight/DequantizeLinear", [q, same, zero],
+                       f"{weight}_dequantised", "float32", real.shape, at)  # fmt: skip
+    return writer.node("MatMul", str(node.name), [x, back], f"{out.name}_float", "float32", out.shape)

@@ -1,0 +1,109 @@
+"""The file of quantised weights: every weight once, for decode and every prefill chunk alike.
+
+quantised.bin holds integers and scales, each starting at a multiple of 64 bytes; quantised.json says where, by the
+parameter's name. int4 is packed two a byte, the lower half first, as ONNX stores it. Weights in two-level blocks are
+kept as the floats that their numbers stand for, [in, out]: the form in which HTP's compiler recognises them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from quantize.grid import Grid, QuantisedWeight
+from ringstep.errors import RingstepError
+
+DATA, INDEX = "quantised.bin", "quantised.json"
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies: `offset` bytes into `file`."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    """numpy's name, or int4."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight [out, in] in the file."""
+
+    grid: Grid
+    shape: tuple[int, int]
+    q: Place
+    scale: Place
+    """[out] per channel; two-level: [in / block, out] floats."""
+    steps: Place | None = None
+    """Two-level: uint8 [in / block, out]."""
+    channel_scale: Place | None = None
+    """Two-level: [out]."""
+
+
+class Writer:
+    """Appends weights to a file; `index` gathers where they lie."""
+
+    def __init__(self, file: BinaryIO, name: str = DATA) -> None:
+        self.file, self.name = file, name
+        self.index: dict[str, Stored] = {}
+
+    def array(self, values: np.ndarray, dtype: str = "") -> Place:
+        """Append an array in row-major order; `dtype` int4 packs it."""
+        self.file.write(b"\0" * (-self.file.tell() % ALIGN))
+        place = Place(self.name, self.file.tell(), values.shape, dtype or str(values.dtype))
+        self.file.write((pack(values) if dtype == "int4" else np.ascontiguousarray(values)).data)
+        return place
+
+    def weight(self, name: str, weight: QuantisedWeight) -> Stored:
+        """Append a symmetric weight [out, in] of 4, 8 or 16 bits."""
+        grid = weight.grid
+        if not grid.symmetric or (grid.block is not None and not grid.two_level):
+            raise RingstepError(f"tensor {name}: HTP takes symmetric weights, per channel or in two-level blocks")
+        shape = (weight.q.shape[0], weight.q.shape[1])
+        if grid.two_level:
+            assert weight.steps is not None and weight.channel_scale is not None
+            stored = Stored(
+                grid, shape, self.array(weight.dequantised().T), self.array(np.ascontiguousarray(weight.scale.T)),
+                self.array(np.ascontiguousarray(weight.steps.T)), self.array(weight.channel_scale),
+            )  # fmt: skip
+        else:
+            q = self.array(weight.q, "int4" if grid.bits == 4 else "")
+            stored = Stored(grid, shape, q, self.array(weight.scale.reshape(-1)))
+        self.index[name] = stored
+        return stored
+
+
+def pack(values: np.ndarray) -> np.ndarray:
+    """int4 numbers two a byte, the first in the lower half; an odd last one has the upper half empty."""
+    flat = values.reshape(-1).astype(np.uint8) & 15  # a negative number's upper bits would spill into its neighbour
+    if len(flat) % 2:
+        flat = np.append(flat, np.uint8(0))
+    packed: np.ndarray = flat[::2] | flat[1::2] << 4
+    return packed
+
+
+def save_index(path: Path, index: dict[str, Stored]) -> None:
+    """Write where each weight lies, as JSON."""
+    path.write_text(json.dumps({name: asdict(stored) for name, stored in index.items()}, indent=0) + "\n")
+
+
+def load_index(path: Path) -> dict[str, Stored]:
+    """Read what save_index wrote."""
+
+    def place(body: Any) -> Place | None:
+        return None if body is None else Place(body["file"], body["offset"], tuple(body["shape"]), body["dtype"])
+
+    found = {}
+    for name, body in json.loads(path.read_text()).items():
+        q, scale = place(body["q"]), place(body["scale"])
+        assert q is not None and scale is not None
+        found[name] = Stored(Grid(**body["grid"]), (body["shape"][0], body["shape"][1]), q, scale,
+                             place(body["steps"]), place(body["channel_scale"]))  # fmt: skip
+    return found
