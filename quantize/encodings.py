@@ -12,7 +12,6 @@ Checked against what aimet-onnx 2.42.0 exports and loads.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantize.activations import Activation
 from quantize.files import new_file
 from quantize.grid import BITS, Grid, QuantisedWeight
-from quantize.pack import span
+from ringstep.contract import INTEGERS, Encoding
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.files import ordinary_size
 from ringstep.tensor_file import parse_json
@@ -40,31 +40,6 @@ COMMON = {"name", "dtype", "bw", "is_sym", "enc_type"}
 
 
 @dataclass(frozen=True)
-class ActivationEncoding:
-    """The numbers a tensor may take: real = scale * (q - zero), q of `bits` bits; RingstepError for what is none."""
-
-    scale: float
-    zero: int
-    bits: int = 16
-    signed: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8, 16, 32):
-            raise RingstepError(f"activations of {self.bits} bits: only 4, 8, 16 and 32 are supported")
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise RingstepError(f"an activation's scale is {self.scale}; it must be finite and positive")
-        low, high = span(self.bits, self.signed)
-        if not low <= self.zero <= high:
-            raise RingstepError(f"an activation's zero point {self.zero} is not in {low} to {high}")
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """The smallest and the largest real number."""
-        low, high = span(self.bits, self.signed)
-        return self.scale * (low - self.zero), self.scale * (high - self.zero)
-
-
-@dataclass(frozen=True)
 class WeightEncoding:
     """What a QuantisedWeight [out, in] is besides its numbers; see there."""
 
@@ -76,7 +51,7 @@ class WeightEncoding:
 
 
 Weights = Iterable[tuple[str, QuantisedWeight | WeightEncoding | None]]
-Activations = Mapping[str, ActivationEncoding | None]
+Activations = Mapping[str, Activation | None]
 
 
 def write_encodings(path: Path, activations: Activations, weights: Weights) -> None:
@@ -91,7 +66,7 @@ def write_encodings(path: Path, activations: Activations, weights: Weights) -> N
         put(f'{{"version": "{VERSION}",\n "activation_encodings": [')
         for at, (name, activation) in enumerate(activations.items()):
             _once(name, seen)
-            put((",\n  " if at else "\n  ") + "".join(_entry(name, _activation(activation))))
+            put((",\n  " if at else "\n  ") + "".join(_entry(name, _activation(name, activation))))
         put('],\n "param_encodings": [')
         for at, (name, weight) in enumerate(weights):
             _once(name, seen)
@@ -110,15 +85,17 @@ def _once(name: str, seen: set[str]) -> None:
 FLOAT: dict[str, Any] = {"dtype": "FLOAT", "bw": 16, "enc_type": "PER_TENSOR", "is_sym": False}
 
 
-def _activation(encoding: ActivationEncoding | None) -> dict[str, Any]:
-    if encoding is None:
+def _activation(name: str, activation: Activation | None) -> dict[str, Any]:
+    if activation is None:
         return FLOAT
-    # A signed tensor that is not symmetric is written by the same numbers counted from 0: is_sym would say too much.
-    symmetric = encoding.signed and encoding.zero == 0
-    offset = -encoding.zero - ((1 << encoding.bits - 1) if encoding.signed else 0)
+    low, high = INTEGERS[activation.dtype]
+    scale, zero = activation.encoding.scale, activation.encoding.zero
+    if not (np.isfinite(scale) and scale > 0 and low <= zero <= high):
+        raise RingstepError(f"tensor {name!r}: scale {scale} and zero {zero} are no encoding of {activation.dtype}")
     return {
-        "dtype": "INT", "bw": encoding.bits, "enc_type": "PER_TENSOR", "is_sym": symmetric,
-        "scale": np.array([encoding.scale]), "offset": np.array([offset]),
+        # Signed and not symmetric, is_sym would say too much: the same numbers counted from 0.
+        "dtype": "INT", "bw": (high - low).bit_length(), "enc_type": "PER_TENSOR", "is_sym": low < 0 and zero == 0,
+        "scale": np.array([scale]), "offset": np.array([low - zero]),
     }  # fmt: skip
 
 
@@ -160,7 +137,7 @@ def _entry(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 def read_encodings(
     path: Path, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[str, ActivationEncoding | None], dict[str, WeightEncoding | None]]:
+) -> tuple[dict[str, Activation | None], dict[str, WeightEncoding | None]]:
     """Read encodings back: activations and weights by name; `shapes` gives every weight's [out, in].
 
     An activation that was signed and not symmetric comes back unsigned with the same real numbers. Raises
@@ -174,7 +151,7 @@ def read_encodings(
         raise RingstepError(f"{path} cannot be read: {error.strerror or error}") from None
     if body.get("version") != VERSION:
         raise RingstepError(f"{path}: version {str(body.get('version'))[:40]!r} is not supported, only {VERSION!r}")
-    activations: dict[str, ActivationEncoding | None] = {}
+    activations: dict[str, Activation | None] = {}
     weights: dict[str, WeightEncoding | None] = {}
     for section in ("activation_encodings", "param_encodings"):
         entries = body.get(section)
@@ -217,16 +194,17 @@ def _kind(entry: dict[str, Any], where: str, allowed: tuple[str, ...]) -> str | 
     return kind
 
 
-def _read_activation(entry: dict[str, Any], where: str) -> ActivationEncoding | None:
+def _read_activation(entry: dict[str, Any], where: str) -> Activation | None:
     if _kind(entry, where, ("PER_TENSOR",)) is None:
         return None
     (scale,), (offset,) = _scales(entry, 1, where), _whole(entry, "offset", 1, where)
-    bits = _bits(entry, "bw", (4, 8, 16, 32), where)
-    zero = -int(offset) - ((1 << bits - 1) if entry["is_sym"] else 0)
-    try:
-        return ActivationEncoding(float(scale), zero, bits, entry["is_sym"])
-    except RingstepError as error:
-        raise RingstepError(f"{where}: {error}") from None
+    bits = _bits(entry, "bw", (8, 16), where)
+    low = -(1 << bits - 1) if entry["is_sym"] else 0
+    zero = low - int(offset)
+    if not low <= zero < low + (1 << bits):
+        raise RingstepError(f"{where}: offset {int(offset)} is out of range for {bits} bits")
+    dtype: Any = f"{'' if low else 'u'}int{bits}"
+    return Activation(dtype, Encoding(float(scale), zero))
 
 
 def _read_weight(entry: dict[str, Any], shape: tuple[int, ...], where: str) -> WeightEncoding | None:

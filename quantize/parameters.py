@@ -1,4 +1,4 @@
-"""The parameters of a plan by path: what schemes, size tables and formats call them."""
+"""The parameters of a plan by path: what schemes, size tables and formats call it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantize.grid import Grid, QuantisedWeight
+from quantize.scheme import EMBEDDING, HEAD
 from recipes.plan import Plan, Source
 
-EMBEDDING, NORM, HEAD = "embedding", "norm", "head"
+NORM = "norm"
 
 GridOf = Callable[[str], Grid | None]
 """The grid of a parameter by path; None: it stays in float."""

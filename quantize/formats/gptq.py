@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from quantize.files import new_folder
 from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import BITS, pack
-from quantize.parameters import HEAD, GridOf, Pieces, WeightOf, linears, parameters
+from quantize.parameters import GridOf, Pieces, WeightOf, linears, parameters
+from quantize.scheme import HEAD
 from recipes.plan import Plan, Source
 from ringstep import __version__
 from ringstep.checkpoint import Checkpoint

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantize.encodings import ActivationEncoding, WeightEncoding, read_encodings, write_encodings
+from quantize.activations import Activation
+from quantize.encodings import WeightEncoding, read_encodings, write_encodings
 from quantize.grid import Grid, QuantisedWeight, min_max, on_scales, on_steps, two_levels
+from ringstep.contract import Encoding
 from ringstep.errors import RingstepError
 
 GRIDS = [
@@ -55,8 +57,8 @@ def test_reads_what_aimet_wrote(tmp_path: Path) -> None:
     path = tmp_path / "aimet.encodings"
     path.write_text(json.dumps(AIMET))
     activations, weights = read_encodings(path, SHAPES)
-    assert activations["x"] == ActivationEncoding(8.620500946568799e-05, 38948, 16)
-    assert activations["r"] == ActivationEncoding(0.0005059728071638127, 0, 16)
+    assert activations["x"] == Activation("uint16", Encoding(8.620500946568799e-05, 38948))
+    assert activations["r"] == Activation("uint16", Encoding(0.0005059728071638127, 0))
     channel, lpbq, block = weights["channel"], weights["lpbq"], weights["block"]
     assert channel is not None and lpbq is not None and block is not None
     assert channel.grid == Grid(4) and channel.scale.shape == (2, 1) and channel.zero is None
@@ -118,24 +120,25 @@ def test_the_json_means_the_same_real_numbers(tmp_path: Path, grid: Grid) -> Non
 def test_activations_keep_their_real_numbers(tmp_path: Path) -> None:
     path = tmp_path / "e.json"
     given = {
-        "unsigned": ActivationEncoding(0.1, 128, 8), "symmetric": ActivationEncoding(3e-5, 0, 16, True),
-        "shifted": ActivationEncoding(0.25, -3, 8, True), "float": None,
+        "unsigned": Activation("uint8", Encoding(0.1, 128)), "symmetric": Activation("int16", Encoding(3e-5, 0)),
+        "shifted": Activation("int8", Encoding(0.25, -3)), "float": None,
     }  # fmt: skip
     write_encodings(path, given, [])
     read, _ = read_encodings(path, {})
-    assert read == given | {"shifted": ActivationEncoding(0.25, 125, 8)}
-    assert read["shifted"].reach == given["shifted"].reach == (-31.25, 32.5)  # type: ignore[union-attr]
+    assert read == given | {"shifted": Activation("uint8", Encoding(0.25, 125))}
+    values = np.linspace(-40, 40, 999, dtype=np.float32)
+    assert np.array_equal(read["shifted"].fake(values), given["shifted"].fake(values))  # type: ignore[union-attr]
     offsets = [entry.get("offset") for entry in json.loads(path.read_text())["activation_encodings"]]
     assert offsets == [[-128], [-32768], [-125], None]
 
 
 def test_bad_values_are_refused(tmp_path: Path) -> None:
-    for bad in ((0.0, 0, 8), (float("nan"), 0, 8), (1.0, 256, 8), (1.0, -1, 8), (1.0, 0, 12)):
-        with pytest.raises(RingstepError):
-            ActivationEncoding(*bad)
     path = tmp_path / "e.json"
+    for scale, zero in ((0.0, 0), (float("nan"), 0), (1.0, 256), (1.0, -1)):
+        with pytest.raises(RingstepError, match=r"tensor 'x': .* are no encoding of uint8"):
+            write_encodings(path, {"x": Activation("uint8", Encoding(scale, zero))}, [])
     with pytest.raises(RingstepError, match="tensor 'w' has two encodings"):
-        write_encodings(path, {"w": ActivationEncoding(1.0, 0)}, [("w", weight(Grid(4)))])
+        write_encodings(path, {"w": Activation("uint8", Encoding(1.0, 0))}, [("w", weight(Grid(4)))])
     with pytest.raises(RingstepError, match="tensor 'w': a scale is not finite"):
         write_encodings(path, {}, [("w", WeightEncoding(Grid(4), np.array([[np.inf]], np.float32)))])
     assert list(tmp_path.iterdir()) == []  # neither a file nor what was begun

@@ -12,12 +12,12 @@ import pytest
 from random_models import LLAMA, QWEN3, rounded, save_model
 from safetensors.numpy import load_file
 
-from exporters.weights import pieces, read
 from quantize.formats.gptq import write_gptq
 from quantize.grid import Grid, QuantisedWeight
 from quantize.parameters import linears, parameters
 from recipes import plan_for
 from recipes.plan import Plan
+from recipes.weights import pieces, read
 from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.errors import RingstepError
 
