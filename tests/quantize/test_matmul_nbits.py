@@ -116,7 +116,8 @@ def test_all_graphs_share_one_file_of_numbers(exported: Exported, tmp_path: Path
     for file in files:
         model = onnx.load(file, load_external_data=False)
         assert not any(node.op_type == "Gemm" for node in model.graph.node)
-        external = {t.name: {e.key: e.value for e in t.external_data} for t in model.graph.initializer if t.external_data}
+        outside = [tensor for tensor in model.graph.initializer if tensor.external_data]
+        external = {t.name: {entry.key: entry.value for entry in t.external_data} for t in outside}
         assert {place["location"] for place in external.values()} == {DATA}
         places.append({name: (place["offset"], place["length"]) for name, place in external.items()})
         assert all(len(t.raw_data) < 1024 for t in model.graph.initializer)
