@@ -57,7 +57,13 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.argument("model")
 @click.option("--device", help="Phone or chip, such as galaxy-s25 (see ringstep devices).")
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True)
-@click.option("--precision", type=click.Choice(["fp32", "fp16"]), help="Default: fp16 for qnn, fp32 for onnx.")
+@click.option("--precision", help="fp32, fp16, or a quantisation scheme: w8a16, w4a16, w4a16-block, auto. "
+              "Default: fp16 for qnn, fp32 for onnx.")  # fmt: skip
+@click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")
+@click.option("--calibration", type=click.Path(path_type=Path),
+              help="Text to calibrate with, .txt or .jsonl. Default: what ships with ringstep.")  # fmt: skip
+@click.option("--calibration-tokens", type=click.IntRange(1), default=4096, show_default=True,
+              help="How much text calibration reads.")  # fmt: skip
 @click.option("--context", type=int, help="Tokens the caches hold. Default: 1024, or the model's limit.")
 @click.option("--chunk", type=int, default=1, show_default=True, help="Also export a prefill graph of N tokens.")
 @click.option("--out", type=click.Path(path_type=Path), help="Default: artifacts/MODEL-DEVICE-PRECISION.")
@@ -77,7 +83,8 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.option("--revision", help="Revision of a Hub model.")
 @as_json
 @common
-def export(model: str, device: str | None, format_: Any, precision: Any, context: int | None, chunk: int,
+def export(model: str, device: str | None, format_: Any, precision: str | None, scheme: Path | None,
+           calibration: Path | None, calibration_tokens: int, context: int | None, chunk: int,
            out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any], embedding: Any, max_part_mb: int,
            parity: bool, prompt: str, revision: str | None, json_: bool) -> int:  # fmt: skip
     """Export MODEL (a Hugging Face folder, a GGUF file, a Hub id, or smollm2-135m) and prove the result.
@@ -86,7 +93,8 @@ def export(model: str, device: str | None, format_: Any, precision: Any, context
     """
     from exporters.line import Job, Line
 
-    job = Job(model=model, out=out or Path(), format=format_, device=device, precision=precision, context=context,
+    job = Job(model=model, out=out or Path(), format=format_, device=device, precision=precision, scheme=scheme,
+              calibration=calibration, calibration_tokens=calibration_tokens, context=context,
               chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
               part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip
     line = Line(job, default_out=out is None)

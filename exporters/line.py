@@ -24,6 +24,8 @@ from ringstep.errors import RingstepError
 from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage, source_hash
 
 if TYPE_CHECKING:
+    from exporters.quantised import Quantised
+    from quantize.scheme import Scheme
     from recipes.plan import Options, Plan
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
@@ -44,7 +46,13 @@ class Job:
     out: Path
     format: Literal["onnx", "qnn"] = "qnn"
     device: str | None = None
-    precision: Literal["fp32", "fp16"] | None = None
+    precision: str | None = None
+    """fp32, fp16, or the name of a quantisation scheme."""
+    scheme: Path | None = None
+    """A scheme of the user's own, in the place of a precision."""
+    calibration: Path | None = None
+    """Text to calibrate with; None: the text that ships with ringstep."""
+    calibration_tokens: int = 4096
     context: int | None = None
     chunk: int = 1
     layout: dict[str, Any] = field(default_factory=dict)
@@ -71,8 +79,16 @@ class Line:
         if job.format == "qnn" and self.device is None:
             raise RingstepError("a QNN binary is for one chip: give --device (see ringstep devices) or --format onnx")
         precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
-        self.dtype = DTYPES[precision]
-        if job.format == "qnn":
+        self.scheme: Scheme | None = None
+        if job.scheme is not None or precision not in DTYPES:
+            from quantize.scheme_file import load_scheme
+
+            self.scheme = load_scheme(job.scheme or precision)
+            precision = self.scheme.name
+            if self.scheme.weights.dtype == "float16":
+                self.scheme, precision = None, "fp16"
+        self.dtype = "float32" if self.scheme else DTYPES[precision]
+        if job.format == "qnn" and self.scheme is None:
             assert self.device is not None
             if precision == "fp32":
                 raise RingstepError("the NPU computes in fp16: use --precision fp16, or --format onnx for fp32")
@@ -81,7 +97,11 @@ class Line:
                     f"{self.device.id} ({self.device.chip.name}, {self.device.chip.htp_arch}) has no fp16: "
                     "it needs a quantised model; choose another device (see ringstep devices)"
                 )
-        self.activations = job.activations or ("accurate" if job.format == "qnn" or precision == "fp16" else "native")
+        # Accurate forms are for fp16's kernels; those of 16-bit integers are good (docs/htp-accuracy.md).
+        accurate = self.scheme is None and (job.format == "qnn" or precision == "fp16")
+        self.activations = job.activations or ("accurate" if accurate else "native")
+        if self.scheme and self.activations == "accurate":
+            raise RingstepError("--activations accurate: these forms are for fp16; leave it out of a quantised export")
         self.checkpoint: Checkpoint = open_checkpoint(job.model, revision=job.revision)
         if default_out:
             plain = re.sub(r"[^\w.-]+", "-", self.checkpoint.label).lower()
@@ -103,8 +123,15 @@ class Line:
 
         return Options(
             dtype=cast(Any, self.dtype), activations=self.activations, gelu=self.job.gelu, layout=self.job.layout,
-            embedding_inside=self.job.embedding == "inside",
+            embedding_inside=self.job.embedding == "inside", quantised=self.scheme is not None,
         )  # fmt: skip
+
+    @cached_property
+    def quantised(self) -> Quantised | None:
+        """The stages of a quantised export; None for floats."""
+        from exporters.quantised import Quantised
+
+        return Quantised(self) if self.scheme else None
 
     @cached_property
     def plan(self) -> Plan:
@@ -149,13 +176,18 @@ class Line:
             manifest.options = {
                 "format": self.job.format, "device": self.device.id if self.device else None, "dtype": self.dtype,
                 "context": self.context, "chunk": self.job.chunk, "activations": self.activations,
+                "scheme": self.scheme.name if self.scheme else None,
             }  # fmt: skip
             manifest.versions = library_versions(
                 "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers"
             )
-            done = {"tokenizer": self.stage_tokenizer().hashes, "weights": self.stage_weights().hashes}
-            done["onnx"] = self.stage_onnx(done["weights"]).hashes
-            done["sanitize"] = self.stage_sanitize(done).hashes
+            done = {"tokenizer": self.stage_tokenizer().hashes}
+            if self.quantised:
+                self.quantised.run(done)
+            else:
+                done["weights"] = self.stage_weights().hashes
+                done["onnx"] = self.stage_onnx(done["weights"]).hashes
+                done["sanitize"] = self.stage_sanitize(done).hashes
             if self.job.format == "qnn":
                 for n in self.chunks:
                     done.update(self.stages_qnn(n, done))
@@ -296,9 +328,10 @@ class Line:
         from exporters.onnx import graph_file
 
         assert self.device is not None
-        chip, whole = self.device.chip, self.job.out / "onnx" / graph_file(n)
+        chip, fp16, whole = self.device.chip, self.device.chip.fp16, self.job.out / "onnx" / graph_file(n)
         stem = whole.stem
         files, results = [f"onnx/{whole.name}"], {}
+        graphs, weights = (done["qdq"], done["round"]) if self.quantised else (done["sanitize"], done["weights"])
         layers, head = block_bytes(whole)
         if sum(layers) + head > self.job.part_bytes:
             cuts = choose_cuts(layers, head, self.job.part_bytes)
@@ -309,25 +342,25 @@ class Line:
                 write_parts(whole, parts, folder / "onnx")
                 return {"cut_after_layers": cuts}
 
-            record = self.stage(f"cut-{stem}", {"graph": done["sanitize"][files[0]]}, {"cuts": cuts},
+            record = self.stage(f"cut-{stem}", {"graph": graphs[files[0]]}, {"cuts": cuts},
                                 versions("exporters/cut.py", libraries=("onnx-ir",)), build_parts)  # fmt: skip
             results[record.name] = record.hashes
             files = sorted(record.outputs, key=lambda f: int(f.split(".part")[1].split(".")[0]))
         for file in files:
-            sha = results[f"cut-{stem}"][file] if len(files) > 1 else done["sanitize"][file]
+            sha = results[f"cut-{stem}"][file] if len(files) > 1 else graphs[file]
             name = Path(file).stem.replace(".", "_")
 
             def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:
                 from exporters.qnn import compile_context
 
                 with console.progress(f"compiling {name} for {chip.name}"):
-                    report = compile_context(self.job.out / file, folder / "qnn", chip=chip, fp16=True, name=name)
+                    report = compile_context(self.job.out / file, folder / "qnn", chip=chip, fp16=fp16, name=name)
                 facts = dataclasses.asdict(report)
                 del facts["files"], facts["seconds"]
                 return facts
 
             record = self.stage(
-                f"qnn-{name}", {"graph": sha, **done["weights"]}, {"chip": chip.name, "soc_model": chip.soc_model},
+                f"qnn-{name}", {"graph": sha, **weights}, {"chip": chip.name, "soc_model": chip.soc_model},
                 versions("exporters/qnn.py", "ringstep/qnn.py", libraries=("onnxruntime", "onnxruntime-qnn")), build,
             )  # fmt: skip
             results[record.name] = record.hashes
@@ -358,16 +391,19 @@ class Line:
                     hidden = self.hidden(crossing, graph.n)
                 graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
             embedding = None
-            if not self.options.embedding_inside:
+            if not self.options.embedding_inside and not self.quantised:
                 embedding = EmbeddingSpec("onnx/embedding.bin", 0, (self.plan.vocab, self.plan.hidden), self.dtype)
             target = {"device": self.device.id, "chip": self.device.chip.name} if self.device else {}
             spec = dataclasses.replace(self.spec, graphs=tuple(graphs), embedding=embedding, target=target)
+            if self.quantised:
+                spec = self.quantised.contract(spec, folder)
             spec.save(folder / "step.json")
             StepSpec.load(folder)  # what is shipped has passed its own validation
 
         options = {"format": self.job.format, "label": self.checkpoint.label,
                    "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
-        return self.stage("contract", flat(done), options, versions("ringstep/contract.py", "exporters/line.py"), build)
+        return self.stage("contract", flat(done), options, versions(
+            "ringstep/contract.py", "exporters/line.py", "exporters/quantised.py", "ringstep/encoding.py"), build)
 
     def hidden(self, names: list[str], n: int) -> tuple[Any, ...]:
         """The tensors that pass between parts."""

@@ -31,11 +31,13 @@ class Placed:
     shape: tuple[int, ...]
 
 
-def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None) -> int:
+def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None,
+                  matrices: bool = True) -> int:  # fmt: skip
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
-    `tick(bytes)` is called as parameters are written. Raises RingstepError naming a tensor with values that are
-    not finite, or that float16 cannot hold.
+    `tick(bytes)` is called as parameters are written. Without `matrices` their places are holes, which read as
+    zeros and take no room: enough for a graph whose weights will be others. Raises RingstepError naming a tensor
+    with values that are not finite, or that float16 cannot hold.
     """
     index: dict[str, Any] = {}
     total = 0
@@ -45,6 +47,10 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
             file = table if is_table else weights
             file.write(b"\0" * (-file.tell() % ALIGN))
             index[key(source)] = asdict(Placed(Path(file.name).name, file.tell(), source.out_shape))
+            if not matrices and len(source.out_shape) > 1:
+                file.truncate(file.tell() + int(np.prod(source.out_shape)) * DTYPE_BYTES[dtype])
+                file.seek(0, 2)
+                continue
             for piece in pieces(checkpoint, source):
                 total += _write(file, piece, dtype, source)
                 if tick:

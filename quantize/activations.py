@@ -27,6 +27,7 @@ FIXED = {"Sigmoid": Encoding(2.0**-16, 0), "Tanh": Encoding(2.0**-15, 32768), "S
 GATES = ("Sigmoid", "Swish", "Gelu", "Tanh", "Erf")
 # How far below the smallest score masked ones go: e^-20 is half a step of a 16-bit softmax over a million keys.
 MASK_DEPTH = 20.0
+HEADROOM = 1.5
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,14 @@ def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip
         members.setdefault(top, []).append(name)
     found: dict[str, Activation] = {}
     masked = {str(node.outputs[0].name): node for node in graph if masks(node)}
+    mask = Activation("uint16", Encoding(float(np.float32(mask_depth(graph, seen) / 65535)), 65535))
     fixed = {str(node.outputs[0].name): FIXED[node.op_type] for node in graph if node.op_type in FIXED}
     for names in members.values():
         special = next((n for n in names if n in fixed), None)
         if special is not None and scheme.activations.bits == 16:
             own = Activation("uint16", fixed[special])
-        elif mask := next((n for n in names if n.startswith("mask_")), None):
-            own = mask_encoding(graph, mask, seen)
+        elif any(n.startswith("mask_") for n in names):
+            own = mask
         else:
             own = from_seen(graph, names, seen, role, scheme, chip, masked)
         found.update(dict.fromkeys(names, own))
@@ -144,14 +146,10 @@ def masks(node: ir.Node) -> bool:
     return node.op_type == "Add" and any(v is not None and str(v.name).startswith("mask_") for v in node.inputs)
 
 
-def mask_depth(graph: ir.Graph, mask: str, seen: Mapping[str, Seen]) -> float:
+def mask_depth(graph: ir.Graph, seen: Mapping[str, Seen]) -> float:
     """How far a mask pushes scores down: past the span of all scores that calibration saw, and MASK_DEPTH more."""
-    value = next(v for v in graph.inputs if v.name == mask)
-    spans = []
-    for node, _ in value.uses():
-        if (scores := unmasked(node, seen)) is not None:
-            spans.append(scores.high - scores.low)
-    return float(max(spans, default=0.0) + MASK_DEPTH)
+    scores = [unmasked(node, seen) for node in graph if masks(node)]
+    return HEADROOM * max((s.high - s.low for s in scores if s is not None), default=0.0) + MASK_DEPTH
 
 
 def unmasked(node: ir.Node, seen: Mapping[str, Seen]) -> Seen | None:
@@ -162,9 +160,11 @@ def unmasked(node: ir.Node, seen: Mapping[str, Seen]) -> Seen | None:
     return seen.get(str(own.name)) if own is not None else None
 
 
-def mask_encoding(graph: ir.Graph, mask: str, seen: Mapping[str, Seen]) -> Activation:
-    """0 and minus the mask's depth, both exact."""
-    return Activation("uint16", Encoding(float(np.float32(mask_depth(graph, mask, seen) / 65535)), 65535))
+def bits_of(role: str, scheme: Scheme) -> int:
+    """Bits of an activation of this role, 0 for float."""
+    own = {"residual": scheme.exceptions.norms, "gate": scheme.exceptions.gates, "scores": scheme.exceptions.softmax}
+    found = own.get(role)
+    return scheme.activations.bits if found is None else found
 
 
 def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role: Mapping[str, str], scheme: Scheme,
@@ -172,7 +172,8 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
     """A group's encoding from its members' histories."""
     cached = any(n.startswith("past_") for n in names)
     node = next((masked[n] for n in names if n in masked), None)
-    histories = [seen[n] for n in sorted(names) if n in seen] if node is None else [unmasked(node, seen)]
+    known = [n.replace("present_", "new_") for n in sorted(names)]  # what `roll` returns calibration knows as new
+    histories = [seen[n] for n in known if n in seen] if node is None else [unmasked(node, seen)]
     parts = [h for h in histories if h is not None]
     if not parts:
         raise RingstepError(f"tensor {sorted(names)[0]}: calibration never saw it, so it has no range")
@@ -180,9 +181,12 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
     if not np.isfinite([whole.low, whole.high]).all():
         raise RingstepError(f"tensor {sorted(names)[0]}: values that are not finite during calibration")
     kind = "cache" if cached else next((role[n] for n in sorted(names) if n in role), "other")
-    bits = scheme.cache.bits if cached else scheme.activations.bits
+    bits = scheme.cache.bits if cached else bits_of(kind, scheme)
     method = getattr(scheme.activations.ranges, kind)
     low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
+    if bits == 16:
+        # Other text reaches further (in SmolLM2 up to 1.9 times), and clipping costs more than half a bit.
+        low, high = HEADROOM * low, HEADROOM * high
     if node is not None:
         low -= MASK_DEPTH  # masked scores lie lower still and are clipped there
     if cached and bits == 16:

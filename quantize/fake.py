@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantize.activations import MOVES, Activation
-from quantize.calibrate import Model, open_layer
+from quantize.model import Model
 from quantize.torch_graph import Block, Hook, run
 from quantize.walk import through
 from recipes.step import head_sources
@@ -46,15 +46,13 @@ def logits(model: Model, ids: Sequence[int], entries: Mapping[tuple[int, str], n
     """
     rows = model.embedded(ids)
     for layer in range(len(model.plan.layers)):
-        with open_layer(model, layer) as session:
-            engine: Any = session.engine
-            for name in engine.weights:
-                if (values := weight(name)) is not None:
-                    engine.weights[name] = torch.from_numpy(np.ascontiguousarray(values))
-            if activations is not None:
-                engine.hook = fake_hook(engine.block, activations)
-            own = {key: array for key, array in entries.items() if key[0] == layer}
-            rows = through(session, rows, own or None)
+        session, engine = model.open_layer(layer)
+        engine.weights |= {n: torch.from_numpy(np.ascontiguousarray(v)) for n in engine.weights
+                           if (v := weight(n)) is not None}  # fmt: skip
+        if activations is not None:
+            engine.hook = fake_hook(engine.block, activations)
+        own = {k: array for k, array in entries.items() if k[0] == layer}
+        rows = through(session, rows, own or None)
         if tick:
             tick(1)
     block, sources = model.head(), head_sources(model.plan)

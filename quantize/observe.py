@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 BINS = 2048
-SAMPLE = 1 << 15  # elements of a call that enter the histogram; smallest and largest are of all
+SAMPLE = 1 << 13  # elements of a call that enter the histogram; smallest and largest are of all
 CANDIDATES = 60  # clippings that a search tries
 
 

@@ -123,7 +123,8 @@ def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation],
             if moved is not None and moved != own:
                 # A move has one encoding; the change to the cache's is a step of its own.
                 result = writer.dequantise(writer.quantise(result, moved, f"{name}_moved"), moved)
-            q = writer.quantise(result, own, name if name in wanted else f"{name}_quantised")
+            kept = name in wanted or name.startswith("hidden_")  # where a step may be cut into parts
+            q = writer.quantise(result, own, name if kept else f"{name}_quantised")
             if name in wanted:
                 outputs[name] = q
             if value.uses():

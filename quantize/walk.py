@@ -9,7 +9,6 @@ One layer's weights are in memory; the hidden state of all text is (tokens * hid
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ class BlockEngine:
 
     name = "torch"
 
-    def __init__(self, block: Block, weights: Mapping[str, Tensor], source: str, result: str) -> None:
+    def __init__(self, block: Block, weights: dict[str, Tensor], source: str, result: str) -> None:
         self.block, self.weights, self.source, self.result = block, weights, source, result
         self.hook: Hook | None = None
 

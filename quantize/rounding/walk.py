@@ -1,0 +1,105 @@
+"""Rounding every linear of a model, a layer at a time, on what calibration text puts into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantize.calibrate import HEAD_ROWS, Calibration, Tick
+from quantize.grid import QuantisedWeight
+from quantize.model import Model
+from quantize.rounding import nearest
+from quantize.scheme import Scheme, grid_for, weights_for
+from quantize.torch_graph import Block, run
+from quantize.walk import through
+from recipes.step import head_sources
+from recipes.weights import key
+from ringstep.errors import RingstepError
+
+Keep = Callable[[str, str, QuantisedWeight], Any]
+
+
+class Hessians:
+    """The hook that sums x x^T of each linear's input, float32 [in, in]."""
+
+    def __init__(self, block: Block) -> None:
+        self.inputs = {step.inputs[1]: step.inputs[0] for step in block.steps if step.op == "Gemm"}
+        self.sums: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        if name in self.inputs.values():
+            self.sums.setdefault(name, torch.zeros(x.shape[-1], x.shape[-1])).addmm_(x.t(), x)
+        return x
+
+    def of(self, weight: str) -> Tensor:
+        """The sum for a linear's weight."""
+        return self.sums[self.inputs[weight]]
+
+
+def round_weights(model: Model, sequences: Sequence[Sequence[int]], found: Calibration, scheme: Scheme, keep: Keep,
+                  tick: Tick = lambda _: None) -> None:  # fmt: skip
+    """Round all linears and the head: keep(path, name, weight) takes each as it is done.
+
+    `sequences` are those of the calibration. A linear that stays in float is not kept. Raises RingstepError naming a
+    tensor that cannot be rounded.
+    """
+    states = [model.embedded(ids) for ids in sequences]
+    for layer in range(len(model.plan.layers)):
+        session, engine = model.open_layer(layer)
+        engine.hook = hessians = Hessians(engine.block)
+        entries = {k: array for k, array in found.entries.items() if k[0] == layer} or None
+        for i, rows in enumerate(states):
+            states[i] = through(session, rows, entries)
+            tick(len(rows))
+        for name, (path, _) in model.sources(layer).items():
+            if name in hessians.inputs:
+                made = round_one(path, name, engine.weights[name], hessians.of(name), scheme)
+                if made is not None:
+                    keep(path, name, made)
+    block, sources = model.head(), head_sources(model.plan)
+    norm, name = key(sources["norm.weight"]), key(sources["lm_head.weight"])
+    weight = model.weight(name, sources["lm_head.weight"])
+    hessian = torch.zeros(model.plan.hidden, model.plan.hidden)
+    if weights_for(scheme, "head").rounding != "nearest":
+        watch = Hessians(block)
+        with torch.inference_mode():
+            for rows in states:
+                feed = {block.inputs[0]: torch.from_numpy(rows)}
+                run(block, feed, {norm: model.weight(norm, sources["norm.weight"]), name: weight[:1]}, watch)
+        hessian = watch.of(name)
+    # Rows are rounded one by one: a vocabulary's come in pieces.
+    pieces = [round_one("head", name, weight[at : at + HEAD_ROWS], hessian, scheme)
+              for at in range(0, len(weight), HEAD_ROWS)]  # fmt: skip
+    if pieces[0] is not None:
+        keep("head", name, joined([p for p in pieces if p is not None]))
+
+
+def round_one(path: str, name: str, weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantisedWeight | None:
+    """Round one weight [out, in] as the scheme says; None where it stays in float."""
+    grid, own = grid_for(scheme, path), weights_for(scheme, path)
+    if grid is None:
+        return None
+    try:
+        if own.rounding == "nearest":
+            return nearest.quantise(weight.numpy(), grid)
+        from quantize.rounding import clip, gptq
+
+        if own.rounding == "clip":
+            return clip.quantise(weight, hessian, grid)
+        return gptq.quantise(weight, hessian, grid, own.damping)
+    except RingstepError as error:
+        raise RingstepError(f"tensor {name}: {error}") from None
+
+
+def joined(pieces: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """Rows in pieces as one weight."""
+    first = pieces[0]
+    rows = lambda arrays: None if arrays[0] is None else np.concatenate(arrays)
+    return QuantisedWeight(
+        first.grid, np.concatenate([p.q for p in pieces]), np.concatenate([p.scale for p in pieces]),
+        rows([p.zero for p in pieces]), rows([p.steps for p in pieces]), rows([p.channel_scale for p in pieces]),
+    )  # fmt: skip
