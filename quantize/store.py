@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantize.grid import Grid, QuantisedWeight
+from quantize.pack import pack
 from ringstep.errors import RingstepError
 
 DATA, INDEX = "quantised.bin", "quantised.json"
@@ -55,7 +56,7 @@ class Writer:
         """Append an array in row-major order; `dtype` int4 packs it."""
         self.file.write(b"\0" * (-self.file.tell() % ALIGN))
         place = Place(self.name, self.file.tell(), values.shape, dtype or str(values.dtype))
-        self.file.write((pack(values) if dtype == "int4" else np.ascontiguousarray(values)).tobytes())
+        self.file.write((pack(values.reshape(-1), 4, signed=True) if dtype == "int4" else np.ascontiguousarray(values)).tobytes())
         return place
 
     def weight(self, name: str, weight: QuantisedWeight) -> Stored:
@@ -73,15 +74,6 @@ class Writer:
             stored = Stored(grid, shape, q, self.array(weight.scale.reshape(-1)))
         self.index[name] = stored
         return stored
-
-
-def pack(values: np.ndarray) -> np.ndarray:
-    """int4 numbers two a byte, the first in the lower half; an odd last one has the upper half empty."""
-    flat = values.reshape(-1).astype(np.uint8) & 15  # a negative number's upper bits would spill into its neighbour
-    if len(flat) % 2:
-        flat = np.append(flat, np.uint8(0))
-    packed: np.ndarray = flat[::2] | flat[1::2] << 4
-    return packed
 
 
 def save_index(path: Path, index: dict[str, Stored]) -> None:
