@@ -56,7 +56,8 @@ class Writer:
         """Append an array in row-major order; `dtype` int4 packs it."""
         self.file.write(b"\0" * (-self.file.tell() % ALIGN))
         place = Place(self.name, self.file.tell(), values.shape, dtype or str(values.dtype))
-        self.file.write((pack(values.reshape(-1), 4, signed=True) if dtype == "int4" else np.ascontiguousarray(values)).tobytes())
+        packed = pack(values.reshape(-1), 4, signed=True) if dtype == "int4" else np.ascontiguousarray(values)
+        self.file.write(packed.tobytes())
         return place
 
     def weight(self, name: str, weight: QuantisedWeight) -> Stored:
