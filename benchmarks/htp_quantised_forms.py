@@ -2,11 +2,11 @@
 
     python -m benchmarks.htp_quantised_forms [--chip sm8750 ...] [--what linear storage cache] [--json]
 
-Activations are uint16 throughout. dB is the SNR against float64 on the very integers that the NPU got; "output's grid" is that
-of the truth rounded to the output. ONNX Runtime's CPU provider is no reference here: unless told otherwise it
-computes a MatMul with constant quantised weights on 8-bit activations (45 dB). "linear" compares forms and shapes,
-"storage" what the ONNX file and the context binary of a two-level (LPBQ) layer spend on a weight, "cache" the products
-q k' and p v of 640 keys. All comes from the compiler and the simulator on a PC: nothing is a latency.
+Activations are uint16 throughout. dB is the SNR against float64 on the very integers that the NPU got; "grid" is that of
+the truth rounded to the output. ONNX Runtime's CPU provider is no reference here: unless told otherwise it computes a
+MatMul with constant quantised weights on 8-bit activations (45 dB). "linear" compares forms and shapes, "storage" what
+the ONNX file and the context binary of a two-level (LPBQ) layer spend on a weight, "cache" the products q k' and p v of
+640 keys. All comes from the compiler and the simulator on a PC: nothing is a latency.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def show(rows: list[Row]) -> None:
         number = lambda value: "refused" if value is None else value
         if what == "storage":
             lines = [(r.form, number(r.snr_db), r.best_db, r.file_bits, number(r.binary_bits)) for r in mine]
-            console.table(title, ["form", "dB", "best", "file bit/weight", "binary bit/weight"], lines)
+            console.table(title, ["form", "dB", "grid", "file bit/weight", "binary bit/weight"], lines)
             continue
         shapes = list(dict.fromkeys(row.shape for row in mine))
         table = []
@@ -313,7 +313,7 @@ def show(rows: list[Row]) -> None:
             cells = {row.shape: number(row.snr_db) for row in mine if (row.kind, row.form) == (kind, form)}
             table.append((kind, form, *(cells[shape] for shape in shapes)))
         best = {row.shape: row.best_db for row in reversed(mine)}
-        table.append(("", "output's grid", *(best[shape] for shape in shapes)))
+        table.append(("", "grid", *(best[shape] for shape in shapes)))
         console.table(title, ["weights" if what == "linear" else "", "form", *shapes], table)
 
 
