@@ -2,7 +2,7 @@
 
     python -m benchmarks.htp_quantised_forms [--chip sm8750 ...] [--what linear storage cache] [--json]
 
-Activations are uint16 throughout. dB is the SNR against float64 on the very integers that the NPU got; "grid" is that of
+Activations are uint16 throughout. dB is the SNR against float64 on the integers that the NPU got; "grid" is that of
 the truth rounded to the output. ONNX Runtime's CPU provider is no reference here: unless told otherwise it computes a
 MatMul with constant quantised weights on 8-bit activations (45 dB). "linear" compares forms and shapes, "storage" what
 the ONNX file and the context binary of a two-level (LPBQ) layer spend on a weight, "cache" the products q k' and p v of
