@@ -146,7 +146,8 @@ class DecodeSession:
                 if what == "key" and cache.key_layout == "transposed":
                     old = old.swapaxes(2, 3)
                 if cache.kind == "roll":
-                    old[:, :, :-count], old[:, :, -count:] = old[:, :, count:].copy(), new
+                    keep = min(count, cache.length)
+                    old[:, :, :-keep], old[:, :, -keep:] = old[:, :, keep:].copy(), new[:, :, count - keep :]
                     continue
                 for source, slot, length in writes(cache.kind, cache.length, self.position, count):
                     old[:, :, slot : slot + length] = new[:, :, source : source + length]
