@@ -82,10 +82,11 @@ class DecodeSession:
         logits = np.empty((len(feed), self.spec.vocab), np.float32)
         start, done = self.position, 0
         # A single call changes nothing unless it succeeds; several can fail halfway.
-        alone = self.pick(len(feed)) >= len(feed) and not (self.prefix and start < len(self.prefix.ids))
+        inside = self.prefix is not None and start < len(self.prefix.ids)
+        alone = not inside and self.pick(len(feed)) >= len(feed)
         kept = {} if alone else self.windows()
         try:
-            if self.prefix and start < len(self.prefix.ids):
+            if self.prefix and inside:
                 done = self.begin(feed)
                 logits[:done] = self.prefix.logits[start : start + done]
             while done < len(feed):
