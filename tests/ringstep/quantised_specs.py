@@ -22,7 +22,7 @@ CACHES = {
 }  # fmt: skip
 
 
-def quantised(spec: StepSpec, cache: str = "uint8", halve: bool = False) -> StepSpec:
+def quantised(spec: StepSpec, cache: Any = "uint8", halve: bool = False) -> StepSpec:
     """A float contract in integers: activations uint16, caches of type `cache`, keys and values apart.
 
     `halve` halves the caches' scales from layer to layer.
@@ -33,7 +33,7 @@ def quantised(spec: StepSpec, cache: str = "uint8", halve: bool = False) -> Step
             return own
         if own.layer is not None:
             base = CACHES[cache][own.role.startswith("value")]
-            dtype: Any = cache
+            dtype = cache
             made = Encoding(base.scale * 2.0 ** (-own.layer * halve), base.zero)
         else:
             dtype, made = "uint16", ACTIVATIONS[own.role]
@@ -46,7 +46,9 @@ def quantised(spec: StepSpec, cache: str = "uint8", halve: bool = False) -> Step
     if embedding:
         size = spec.vocab * spec.hidden
         embedding = EmbeddingSpec(embedding.file, 64, embedding.shape, "int8", 64 + size + -size % 64)
-    return dataclasses.replace(spec, dtype="uint16", mask_value=-MASK, caches=caches, graphs=graphs, embedding=embedding)
+    return dataclasses.replace(
+        spec, dtype="uint16", mask_value=-MASK, caches=caches, graphs=graphs, embedding=embedding
+    )
 
 
 def real(tensor: TensorSpec, values: np.ndarray) -> np.ndarray:

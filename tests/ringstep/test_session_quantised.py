@@ -222,9 +222,9 @@ def test_the_prefix_counts_in_the_context() -> None:
 def test_a_contract_with_a_prefix_needs_it() -> None:
     spec = dataclasses.replace(make_spec(EVERY, 16), prefix=PrefixSpec("sink.bin", (7,)))
     other = Prefix((8,), entry(spec, [8]), np.zeros((1, TOKENS), np.float32))
-    for given in (None, other):
+    for prefix in (None, other):
         with pytest.raises(RingstepError, match=r"sink prefix.*sink\.bin"):
-            DecodeSession(spec, Witness(spec), None, given)
+            DecodeSession(spec, Witness(spec), None, prefix)
 
 
 @pytest.mark.parametrize("cache", ["", "int8"])
@@ -270,7 +270,7 @@ def test_rows_where_the_graph_takes_ids_or_a_prefix_is_due() -> None:
 
 def test_integers_are_not_asked_to_be_finite() -> None:
     """Every integer is a value: the extremes of a cache's type pass through."""
-    session, engine = opened(quantised(make_spec([("append", None)], 8, kv_heads=1)))
+    session, _ = opened(quantised(make_spec([("append", None)], 8, kv_heads=1)))
     inner = session.engine.run
 
     def extreme(n: int, inputs: Any, outputs: Any) -> None:
