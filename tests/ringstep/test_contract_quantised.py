@@ -71,9 +71,9 @@ def test_half_an_encoding(body: dict[str, Any], key: str) -> None:
 def test_encodings_of_another_type(body: dict[str, Any]) -> None:
     """One tensor of each role, and the parts of the contract that only quantised artifacts have."""
     places = [("graphs", 0, "inputs", 0), ("graphs", 1, "outputs", 0), ("graphs", 1, "outputs", 3)]
-    inside: list[tuple[Any, ...]] = [(*place, "encoding", *rest) for place in places for rest in [(), ("scale",), ("zero",)]]
-    prefix: list[tuple[Any, ...]] = [("prefix",), ("prefix", "ids"), ("prefix", "ids", 1), ("prefix", "file")]
-    for path in [*inside, *prefix, ("scheme",), ("embedding", "scales")]:
+    every: list[tuple[Any, ...]] = [("prefix",), ("prefix", "ids"), ("prefix", "ids", 1), ("prefix", "file")]
+    every += [(*place, "encoding", *rest) for place in places for rest in [(), ("scale",), ("zero",)]]
+    for path in [*every, ("scheme",), ("embedding", "scales")]:
         for other in others(at(body, path)):
             if other is None and path in (("prefix",),):
                 continue
