@@ -74,7 +74,7 @@ CASES: list[tuple[str, list[Any], dict[str, Any]]] = [
     ("Slice", [CUBE, ints(1), ints(4), ints(1)], {}), ("Slice", [CUBE, ints(1, 0), ints(2, 5)], {}),
     ("Slice", [CUBE, ints(-3), ints(-1), ints(-2)], {}), ("Slice", [CUBE, ints(0), ints(1 << 62), ints(1)], {}),
     ("Slice", [CUBE, ints(-99, 1), ints(99, 4), ints(1, 2), ints(2, 2)], {}),
-    ("Squeeze", [(1, 3, 1, 2), ints(0)], {}), ("Squeeze", [(1, 3, 1, 2), ints(-2, 0)], {}), 
+    ("Squeeze", [(1, 3, 1, 2), ints(0)], {}), ("Squeeze", [(1, 3, 1, 2), ints(-2, 0)], {}),
     ("Squeeze", [(1, 3, 1)], {}),
     ("Unsqueeze", [X, ints(0)], {}), ("Unsqueeze", [ROW, ints(-2, -1)], {}), ("Unsqueeze", [ROW, ints(2, 0)], {}),
     ("Unsqueeze", [X, ints(-1, 0, 2)], {}),
