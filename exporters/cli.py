@@ -151,7 +151,7 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         s = report["summary"]
         caches = f"{s['caches_db']['min']:.1f}" if s["caches_db"] else ""
-        rows.append((s["engine"], s["dtype"].replace("float", "fp"), s["tokens"],
+        rows.append((s["engine"], s["scheme"] or s["dtype"].replace("float", "fp"), s["tokens"],
                      f"{s['snr_db']['min']:.1f}", f"{s['snr_db']['median']:.1f}", caches,
                      f"{100 * s['top1']:.1f}", f"{100 * s['top5']:.1f}", f"{s['kl']['mean']:.0e}"))  # fmt: skip
     columns = ["engine", "type", "tokens", "min dB", "median", "caches", "top-1 %", "top-5 %", "KL"]
@@ -163,7 +163,8 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
             console.line(f"prompt      {answer['prompt']}")
             console.line(f"original    {answer['reference_text']}")
             console.line(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
-        notes = [f"at least {s['threshold_db']:.0f} dB everywhere"]
+        notes = [f"at least {s['threshold_db']:.0f} dB {'in all' if s['scheme'] else 'everywhere'}"]
+        notes += [f"{s['snr_db']['pooled']:.1f} dB in all"] * bool(s["scheme"])
         notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
         notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
         notes += ["simulated"] * s["simulated"]
@@ -243,9 +244,13 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
     from ringstep.session import DecodeSession
     from ringstep.text import Text
 
-    context = StepSpec.load(artifact).context
+    spec = StepSpec.load(artifact)
+    context = spec.context
     text = Text(artifact)
     ids = text.encode(prompt) if raw else text.chat(prompt)
+    prefix = spec.prefix.ids if spec.prefix else ()
+    if ids and tuple(ids[: len(prefix)]) != prefix:
+        ids = [*prefix, *ids]  # what every text of this artifact begins with
     if not ids:
         raise RingstepError("--prompt: there is nothing in it to answer")
     if len(ids) >= context:

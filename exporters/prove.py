@@ -21,6 +21,7 @@ from ringstep.text import Text
 PROOF_TOKENS = 200
 ANSWER_TOKENS = 16
 SIMULATED_TOKENS = 48
+QUANTISED_CALLS = 6
 
 
 class Reference(Protocol):
@@ -93,21 +94,26 @@ def proof_tokens(spec: StepSpec, engine: str) -> int:
     """How long a text proves an engine: past the second wrap of every window, as far as a simulator's pace allows."""
     longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
     count = max(PROOF_TOKENS, 2 * longest + 8)
-    if engine == "qnn-sim":
+    if engine == "qnn-sim" and spec.scheme:
+        # A simulated call of a quantised graph takes seconds, one token or 32; the last token runs the decode graph.
+        largest = max(graph.n for graph in spec.graphs)
+        count = QUANTISED_CALLS if largest == 1 else largest * -(-SIMULATED_TOKENS // largest) + 1
+    elif engine == "qnn-sim":
         count = max(SIMULATED_TOKENS, min(2 * longest + 8, PROOF_TOKENS))
     return min(spec.context, count)
 
 
 def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
     """`count` ids: of the shipped text where there is a tokenizer, else seeded random ones."""
+    first = spec.prefix.ids if spec.prefix else ()
     try:
         text = (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
         ids = Text(folder).encode(text)
         if ids and max(ids) < spec.vocab:
-            return (ids * (count // len(ids) + 1))[:count]
+            return [*first, *(ids * (count // len(ids) + 1))][:count]
     except RingstepError:
         pass
-    return [int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count)]
+    return [*first, *(int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count))][:count]
 
 
 def prove(
@@ -153,6 +159,9 @@ def chat_ids(folder: Path, spec: StepSpec, prompt: str | None) -> list[int] | No
     except RingstepError:
         return None
     ids = text.chat(prompt)
+    first = spec.prefix.ids if spec.prefix else ()
+    if tuple(ids[: len(first)]) != first:
+        ids = [*first, *ids]
     return ids if text.template and 0 < len(ids) < spec.context and max(ids) < spec.vocab else None
 
 

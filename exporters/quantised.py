@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from exporters.calibration import calibration_texts, from_cache, to_cache
 from exporters.stages import READERS, versions
 from ringstep import console
-from ringstep.contract import DType
+from ringstep.contract import Encoding, StepSpec
 from ringstep.errors import RingstepError
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from quantize.grid import Grid
     from quantize.model import Model
     from quantize.store import Stored
-    from ringstep.contract import StepSpec
 
 CHUNK = 128  # tokens that calibration computes at once
 FOLDER = "quantize"
@@ -233,6 +232,14 @@ class Quantised:
 
         return load(self.job.out / NPZ)
 
+    @cached_property
+    def activations(self) -> dict[str, Activation]:
+        """The encodings of activations that the qdq stage wrote."""
+        from quantize.activations import Activation
+
+        body = json.loads((self.job.out / ACTIVATIONS).read_text())
+        return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
+
     def stage_round(self, done: dict[str, dict[str, str]]) -> Any:
         """onnx/quantised.bin with every linear, onnx/embedding.bin, and where things lie."""
         from quantize.scheme import describe
@@ -308,7 +315,6 @@ class Quantised:
             found.seen["x"] = Seen(-largest, largest)
             small = {key(s): read(line.checkpoint, s) for s in sources(line.plan) if len(s.out_shape) == 1}
             index = load_index(home / INDEX)
-            norms: DType = "int16" if self.chip is None or self.chip.arch >= 73 else "int8"
             every: dict[str, Activation] = {}
             cut: dict[str, float] = {}
             for n in line.chunks:
@@ -316,7 +322,7 @@ class Quantised:
                 own = encode(model.graph, found.seen, self.scheme, self.chip)
                 every |= own
                 cut |= clipped(model.graph, found.seen, own)
-                ir.save(to_qdq(model, home, own, index, small, norms), folder / "onnx" / graph_file(n))
+                ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
             body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)} for name, a in sorted(every.items())}
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")
             with console.progress("writing encodings"):

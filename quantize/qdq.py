@@ -18,7 +18,6 @@ import onnx_ir as ir
 from quantize.activations import MOVES, Activation, is_float
 from quantize.grid import Grid
 from quantize.store import Place, Stored
-from ringstep.contract import DType
 from ringstep.errors import RingstepError
 
 IR_TYPES: dict[str, ir.DataType] = {
@@ -89,7 +88,7 @@ class Writer:
 
 
 def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation], weights: Mapping[str, Stored],
-           small: Mapping[str, np.ndarray], norm_dtype: DType = "int16") -> ir.Model:  # fmt: skip
+           small: Mapping[str, np.ndarray]) -> ir.Model:  # fmt: skip
     """The QDQ form of a float graph that will lie in `folder`, beside the weight files.
 
     `weights` are the linears by name, `small` the values of every other float parameter (norms). Raises
@@ -115,7 +114,7 @@ def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation],
             made = [linear(writer, node, floats, stored)]
         else:
             made = [ir.Value(name=f"{v.name}_float", shape=v.shape, type=v.type) for v in node.outputs]
-            operands = [operand(writer, node, v, floats, small, norm_dtype) for v in node.inputs]
+            operands = [operand(writer, node, v, floats, small) for v in node.inputs]
             writer.nodes.append(ir.Node(node.domain, node.op_type, operands, node.attributes.values(), outputs=made,
                                         name=node.name))  # fmt: skip
         for value, result in zip(node.outputs, made, strict=True):
@@ -166,7 +165,7 @@ def source_encoding(node: ir.Node, activations: Mapping[str, Activation]) -> Act
 
 
 def operand(writer: Writer, node: ir.Node, value: ir.Value | None, floats: Mapping[ir.Value, ir.Value],
-            small: Mapping[str, np.ndarray], norm_dtype: DType) -> ir.Value | None:  # fmt: skip
+            small: Mapping[str, np.ndarray]) -> ir.Value | None:  # fmt: skip
     """What a node reads: an activation's float form, a quantised parameter or constant, or integers as they are."""
     if value is None or value in floats:
         return None if value is None else floats[value]
@@ -188,10 +187,9 @@ def operand(writer: Writer, node: ir.Node, value: ir.Value | None, floats: Mappi
         return dequantised(writer, name, q, np.array(scale, np.float32), np.array(zero, np.uint16))
     if not np.isfinite(array).all():
         raise RingstepError(f"tensor {name}: values that are not finite")
-    top = 32767 if norm_dtype == "int16" else 127
-    step = np.array(max(float(np.abs(array).max()), 1e-30) / top, np.float32)
-    q = np.rint(array / step).astype(norm_dtype)
-    return dequantised(writer, name, q, step, np.array(0, norm_dtype))
+    # RMSNormalization takes int16 with zero 0 on every chip, v68 too; int8 on none.
+    step = np.array(max(float(np.abs(array).max()), 1e-30) / 32767, np.float32)
+    return dequantised(writer, name, np.rint(array / step).astype(np.int16), step, np.array(0, np.int16))
 
 
 def dequantised(writer: Writer, name: str, q: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> ir.Value:
