@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ GPTQ, CPU, GENIE = "gptq", "matmulnbits", "genie"
 GENIE_TYPE = "uint16"  # one scale for the whole table: 8 bits of it would cost what a scale a row keeps
 
 
-def chosen(formats: tuple[str, ...], scheme: Scheme) -> tuple[str, ...]:
+def chosen(formats: Collection[str], scheme: Scheme) -> tuple[str, ...]:
     """The formats of a run in the order of their stages: those asked for and what they need; () stands for graphs."""
     from exporters.job import FORMATS
 

@@ -32,8 +32,8 @@ class Job:
     device: str | None = None
     precision: str | None = None
     """fp32, fp16, or the name of a quantisation scheme."""
-    scheme: Path | None = None
-    """A scheme of the user's own, in the place of a precision."""
+    scheme: Path | str | None = None
+    """A scheme of the user's own, in the place of a precision; a name for `ringstep quantize`."""
     calibration: Path | None = None
     """Text to calibrate with; None: the text that ships with ringstep."""
     calibration_tokens: int = 4096
@@ -49,8 +49,8 @@ class Job:
     parity: bool = True
     prompt: str = PROMPT
     revision: str | None = None
-    formats: tuple[str, ...] = ()
-    """Of `ringstep quantize`: what to write of the rounded weights; () is an export."""
+    formats: tuple[str, ...] | None = None
+    """Of `ringstep quantize`: what to write of the rounded weights, () for its default; None is an export."""
 
 
 def find_scheme(job: Job) -> tuple[str, Scheme | None]:

@@ -128,7 +128,7 @@ class Line:
             }  # fmt: skip
             # The same export but for its format, so that what the other command made may still hold.
             alike = self.quantised is not None and before == manifest.options | {"format": before.get("format")}
-            if alike and self.job.formats:
+            if alike and self.job.formats is not None:
                 manifest.options = before
             manifest.versions = library_versions(
                 "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers"
@@ -281,7 +281,7 @@ class Line:
     def stage_contract(self, done: dict[str, dict[str, str]], alike: bool) -> dict[str, str]:
         """step.json: the contract with the files that now exist; returns its hash."""
         before = self.manifest.stages.get("contract")
-        if self.job.formats and alike and before and flat(done).items() <= before.inputs.items():
+        if self.job.formats is not None and alike and before and flat(done).items() <= before.inputs.items():
             return before.hashes  # an export's, which says all this and what was compiled
 
         def build(folder: Path) -> None:
@@ -302,10 +302,11 @@ class Line:
         Formats of quantised weights, and for `ringstep quantize` what an export made, stay while all they were made
         from is as it was. Returns the hashes of everything that holds.
         """
+        adding = self.job.formats is not None
         current = {self.manifest.checkpoint["sha256"], *flat(done).values()}
         for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
             record = self.manifest.stages[name]
-            wanted = alike and (bool(self.job.formats) or name in FORMATS)
+            wanted = alike and (adding or name in FORMATS)
             if wanted and set(record.inputs.values()) <= current and intact(self.manifest, record):
                 current.update(record.hashes.values())
                 continue

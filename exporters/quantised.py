@@ -56,7 +56,7 @@ class Quantised:
             raise RingstepError("--embedding inside: a quantised table is read by the host; leave the option out")
         if "join" in self.job.layout.values():
             raise RingstepError("--layout join: quantised attention needs all keys in one tensor; use ring or append")
-        self.formats = chosen(self.job.formats, self.scheme)
+        self.formats = chosen(self.job.formats or (), self.scheme)
         check_formats(self)
         self.n = 1
         while self.n * 2 <= min(CHUNK, line.context - 1):

@@ -44,7 +44,7 @@ def float_spec(line: Line, cuts: Mapping[str, list[int]]) -> StepSpec:
     graphs = []
     for graph in line.spec.graphs:
         stem = Path(graph_file(graph.n)).stem
-        parts = {"onnx": (whole_part(graph),)}
+        parts: dict[str, tuple[PartSpec, ...]] = {"onnx": (whole_part(graph),)}
         hidden: tuple[TensorSpec, ...] = ()
         if line.job.format == "qnn":
             compiled = part_specs(line.spec, graph, cuts[stem], stem) if cuts.get(stem) else parts["onnx"]
@@ -111,4 +111,5 @@ def with_prefix(spec: StepSpec, found: Calibration, folder: Path) -> StepSpec:
         return spec
     assert found.logits is not None
     entries = {key: array[0] for key, array in found.entries.items()}
-    return dataclasses.replace(spec, prefix=write_prefix(folder / "sink.bin", spec, found.prefix, entries, found.logits))
+    made = write_prefix(folder / "sink.bin", spec, found.prefix, entries, found.logits)
+    return dataclasses.replace(spec, prefix=made)

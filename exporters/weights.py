@@ -37,8 +37,8 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
     `tick(bytes)` is called as parameters are written. The places of other matrices than `matrices` (by key; None: all)
-    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. Raises RingstepError naming a tensor
-    with values that are not finite, or that float16 cannot hold.
+    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. Raises
+    RingstepError naming a tensor with values that are not finite, or that float16 cannot hold.
     """
     index: dict[str, Any] = {}
     total = 0

@@ -16,7 +16,7 @@ CLIPPED = 0.01  # the share of a tensor's values outside its range from which a 
 
 
 def outside(seen: Seen, own: Activation) -> float:
-    """The share of the values seen that an activation's range cuts off; what lies in a bin at its end counts as kept."""
+    """The share of the values seen that an activation's range cuts off; a bin that its end lies in counts as kept."""
     total = seen.counts.sum()
     if not total:
         return 0.0
@@ -27,9 +27,10 @@ def outside(seen: Seen, own: Activation) -> float:
 
 
 def clipped(graph: ir.Graph, seen: Mapping[str, Seen], activations: Mapping[str, Activation]) -> dict[str, float]:
-    """The share cut off of each tensor that loses more than CLIPPED; scores that a mask pushes down are not counted."""
+    """The share cut off of each tensor that loses more than CLIPPED; masked scores, which ought to, do not count."""
     masked = {str(node.outputs[0].name) for node in graph if masks(node)}
-    shares = {name: outside(seen[name], own) for name, own in activations.items() if name in seen and name not in masked}
+    known = [name for name in activations if name in seen and name not in masked]
+    shares = {name: outside(seen[name], activations[name]) for name in known}
     return {name: share for name, share in shares.items() if share > CLIPPED}
 
 

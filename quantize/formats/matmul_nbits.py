@@ -113,7 +113,7 @@ def check_matmul_nbits(plan: Plan, grid_of: GridOf) -> None:
     """Raise RingstepError naming the tensor for a grid that the operator cannot hold."""
     for path, source in linears(plan).items():
         if grid := grid_of(path):
-            _block_of(grid, source.out_shape[1], f"tensor {key(source)} ({path})")
+            block_of(grid, source.out_shape[1], f"tensor {key(source)} ({path})")
 
 
 def _gemms(model: ir.Model, paths: dict[str, str], source: Path) -> dict[str, ir.Node]:
@@ -138,7 +138,7 @@ def _write(file: BinaryIO, weight: QuantisedWeight, where: str, shape: tuple[int
     grid, (outputs, inputs) = weight.grid, weight.q.shape
     if (outputs, inputs) != shape:
         raise RingstepError(f"{where}: quantised as {[outputs, inputs]}, the model has {list(shape)}")
-    block = _block_of(grid, inputs, where)
+    block = block_of(grid, inputs, where)
     blocks = -(-inputs // block)
     middle = 1 << grid.bits - 1 if grid.symmetric else 0
     # Scales and zeros of wider blocks, and of whole rows, are repeated.
@@ -159,7 +159,7 @@ def _write(file: BinaryIO, weight: QuantisedWeight, where: str, shape: tuple[int
     )  # fmt: skip
 
 
-def _block_of(grid: Grid, inputs: int, where: str) -> int:
+def block_of(grid: Grid, inputs: int, where: str) -> int:
     """The operator's block for a grid's: the largest that divides it; 128 for one scale a row."""
     if grid.bits not in BITS:
         raise RingstepError(f"{where}: MatMulNBits has no {grid.bits} bits, only {', '.join(map(str, BITS))}")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from export_runs import SPARK, run
 
-import exporters.stages
 import exporters.prove
+import exporters.stages
 import exporters.weights
 from exporters.line import Job, Line
 from ringstep import console
