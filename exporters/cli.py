@@ -120,7 +120,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     from exporters.prove import prove
     from ringstep.checkpoint import open_checkpoint
     from ringstep.contract import StepSpec
-    from ringstep.manifest import Manifest
+    from ringstep.manifest import manifest_of
     from ringstep.text import Text
 
     spec = StepSpec.load(artifact)
@@ -130,7 +130,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         raise RingstepError(f"--prompt: {artifact} has no chat template; leave it out to compare a text")
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
-    manifest = Manifest.load(artifact)
+    manifest = manifest_of(artifact)
     try:
         checkpoint = open_checkpoint(model or manifest.model)
     except RingstepError as error:

@@ -87,16 +87,17 @@ def floats(scheme: Scheme) -> bool:
 def find_target(job: Job, precision: str, scheme: Scheme | None) -> Device | None:
     """The device of a job, which can run its precision. Raises RingstepError."""
     device = find_device(job.device) if job.device else None
+    if scheme is not None and not scheme.activations.bits and (device or job.format == "qnn"):
+        instead = "leave --device out" + (" and use --format onnx" if job.format == "qnn" else "")
+        raise RingstepError(
+            f"scheme {scheme.name} leaves activations in float ([activations] bits = 0), which no NPU takes beside "
+            f"integer weights: {instead} for a CPU, or use a scheme such as w8a16"
+        )
     if job.format != "qnn":
         return device
     if device is None:
         raise RingstepError("a QNN binary is for one chip: give --device (see ringstep devices) or --format onnx")
     if scheme is not None:
-        if not scheme.activations.bits:
-            raise RingstepError(
-                f"scheme {scheme.name} leaves activations in float ([activations] bits = 0), which no NPU takes beside "
-                "integer weights: use --format onnx for CPUs, or a scheme such as w8a16"
-            )
         return device
     if precision == "fp32":
         raise RingstepError("the NPU computes in fp16: use --precision fp16, or --format onnx for fp32")
@@ -109,7 +110,7 @@ def find_target(job: Job, precision: str, scheme: Scheme | None) -> Device | Non
 
 
 def refuse_quantised(checkpoint: Checkpoint) -> None:
-    """Refuse a folder whose weights are quantised already: its config.json says by which method.
+    """Refuse a folder whose weights are quantised already: config.json says by which method, or a file beside it.
 
     A GGUF is read dequantised and passes.
     """
@@ -119,7 +120,8 @@ def refuse_quantised(checkpoint: Checkpoint) -> None:
             continue
         # Of the three names only the first is transformers' own; MLX writes no method.
         method = own.get("quant_method") if isinstance(own, dict) else None
-        raise RingstepError(
-            f"{checkpoint.path}: quantised already (config.json {key}: quant_method {method or 'not given'}); weights "
-            "are rounded once, so give the original checkpoint"
-        )
+        said = f"config.json {key}: quant_method {method or 'not given'}"
+        raise RingstepError(f"{checkpoint.path}: quantised already ({said}); give the unquantised checkpoint")
+    for name in ("quantize_config.json", "hf_quant_config.json"):
+        if (checkpoint.path / name).is_file():
+            raise RingstepError(f"{checkpoint.path}: quantised already ({name}); give the unquantised checkpoint")

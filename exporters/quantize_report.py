@@ -39,7 +39,7 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
             if name in WEIGHT_FILES:
                 own_sizes, storage = sizes_of(own, name)
                 sizes[name] = as_json(own_sizes, storage) | {
-                    "rows": [list(row) for row in rows(own_sizes, storage)], "file_bytes": file_bytes(own, name),
+                    "rows": [list(row) for row in rows(own_sizes)], "file_bytes": file_bytes(own, name),
                 }  # fmt: skip
         (folder / SIZES).write_text(json.dumps(sizes, indent=1) + "\n")
         found, cut = own.calibration, {}
@@ -50,7 +50,7 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
             "scheme": own.scheme.name, "tokens": found.tokens,
             "sinks": [dataclasses.asdict(sink) | {"text": texts.get(sink.token)} for sink in found.sinks],
             "prefix": {"ids": list(found.prefix), "texts": [texts.get(i) for i in found.prefix]},
-            "warnings": warnings(found.seen, cut),
+            "warnings": warnings(found.seen, cut) + unread(own),
         }  # fmt: skip
         (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n")
         return {"warnings": len(body["warnings"])}
@@ -59,6 +59,14 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
     inputs = {f"{name}/{file}": sha for name in names for file, sha in done.get(name, {}).items()}
     return own.line.stage("report", inputs, {"formats": list(own.formats), "scheme": own.scheme.name},
                           versions("quantize", "exporters/quantize_report.py"), build)  # fmt: skip
+
+
+def unread(own: Quantised) -> list[str]:
+    """What a format cannot say to its readers."""
+    if "gptq" not in own.formats or not own.calibration.prefix:
+        return []
+    return ["a GPTQ checkpoint has no sink prefix: its readers compute the first token with weights that were rounded "
+            "without it; use a scheme with sink_prefix = \"off\", such as int4-g64"]  # fmt: skip
 
 
 def sizes_of(own: Quantised, name: str) -> tuple[list[Size], Storage]:

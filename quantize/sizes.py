@@ -108,12 +108,12 @@ def sizes(plan: Plan, grid_of: GridOf, storage: Storage = PLAIN, *, shared_head:
 COLUMNS = ("parameters", "weights", "stored as", "bits a weight", "bytes")
 
 
-def rows(found: Sequence[Size], storage: Storage = PLAIN) -> list[tuple[str, str, str, str, str]]:
+def rows(found: Sequence[Size]) -> list[tuple[str, str, str, str, str]]:
     """Rows for console.table under COLUMNS: alike parameters of all layers in one row, sums last."""
     groups: dict[tuple[str, str], list[Size]] = {}
     for size in found:
         name = size.path.split(".", 2)[2] if size.path.startswith("layers.") else size.path
-        groups.setdefault((name, grid_name(size.grid, storage.floats)), []).append(size)
+        groups.setdefault((name, grid_name(size.grid, int(size.bits))), []).append(size)
     made = []
     for (name, stored), members in groups.items():
         label = f"{name} ({len(members)})" if members[0].path.startswith("layers.") else name
@@ -132,7 +132,7 @@ def as_json(found: Sequence[Size], storage: Storage = PLAIN) -> dict[str, Any]:
     count, total = sum(size.elements for size in found), sum(size.bytes for size in found)
     return {
         "parameters": [
-            {"path": s.path, "shape": list(s.shape), "stored": grid_name(s.grid, storage.floats), "bits": s.bits,
+            {"path": s.path, "shape": list(s.shape), "stored": grid_name(s.grid, int(s.bits)), "bits": s.bits,
              "bytes": s.bytes}
             for s in found
         ],
