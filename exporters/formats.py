@@ -42,6 +42,7 @@ def chosen(formats: Collection[str], scheme: Scheme) -> tuple[str, ...]:
     if scheme.activations.bits:
         # Encodings of activations and the input that a table feeds are known with the graphs.
         wanted |= {"qdq"} if not wanted or wanted & {"encodings", "genie-table"} else set()
+        wanted -= {"encodings"}  # written with the graphs
     elif not wanted:
         wanted = {"matmulnbits"}
     return tuple(name for name in FORMATS if name in wanted)

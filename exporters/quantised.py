@@ -87,7 +87,7 @@ class Quantised:
         from exporters.quantize_report import stage_report
 
         for name in self.formats:
-            if name not in done and not (name == "encodings" and "qdq" in done):
+            if name not in done:
                 done[name] = STAGES[name](self, done).hashes
         done["report"] = stage_report(self, done).hashes
 

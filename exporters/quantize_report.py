@@ -46,14 +46,15 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
         if "qdq" in done:
             cut = own.line.manifest.stages["qdq"].facts["clipped"]
         texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *found.prefix])
+        lines = warnings(found.seen, cut) + unread(own)
         body = {
             "scheme": own.scheme.name, "tokens": found.tokens,
             "sinks": [dataclasses.asdict(sink) | {"text": texts.get(sink.token)} for sink in found.sinks],
             "prefix": {"ids": list(found.prefix), "texts": [texts.get(i) for i in found.prefix]},
-            "warnings": warnings(found.seen, cut) + unread(own),
+            "warnings": lines,
         }  # fmt: skip
         (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n")
-        return {"warnings": len(body["warnings"])}
+        return {"warnings": len(lines)}
 
     names = ("tokenizer", "calibrate", "round", *own.formats)
     inputs = {f"{name}/{file}": sha for name in names for file, sha in done.get(name, {}).items()}

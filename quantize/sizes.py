@@ -27,6 +27,8 @@ class Storage:
     zero: int | None = 16
     symmetric_zeros: bool = False
     """Whether symmetric weights carry zeros too."""
+    filled: bool = False
+    """Whether a row's last block is as long as the others."""
     step: int = 8
     """A block's of two-level weights."""
     channel: int = 32
@@ -38,7 +40,7 @@ class Storage:
 PLAIN = Storage()
 GPTQ = Storage(zero=None, symmetric_zeros=True)
 """float16 scales, zeros packed like the numbers."""
-MATMUL_NBITS = Storage(scale=32, zero=None, floats=32)
+MATMUL_NBITS = Storage(scale=32, zero=None, floats=32, filled=True)
 """float32 scales beside float32 norms."""
 HTP = Storage(scale=32, step=8)
 """float32 scales a channel; uint8 steps a block, as QNN's blockwise expansion takes them."""
@@ -79,7 +81,7 @@ def nbytes(shape: Sequence[int], grid: Grid | None, storage: Storage = PLAIN) ->
         return -(-count * storage.floats // 8)
     outputs, inputs = shape
     blocks = outputs * grid.blocks(inputs)
-    parts = [count * grid.bits]
+    parts = [(blocks * (grid.block or inputs) if storage.filled else count) * grid.bits]
     if grid.two_level:
         parts += [blocks * storage.step, outputs * storage.channel]
     else:

@@ -160,11 +160,12 @@ def _write(file: BinaryIO, weight: QuantisedWeight, where: str, shape: tuple[int
 
 
 def block_of(grid: Grid, inputs: int, where: str) -> int:
-    """The operator's block for a grid's: the largest that divides it; 128 for one scale a row."""
+    """The operator's block for a grid's: the largest that divides it, the one of fewest bytes for one scale a row."""
     if grid.bits not in BITS:
         raise RingstepError(f"{where}: MatMulNBits has no {grid.bits} bits, only {', '.join(map(str, BITS))}")
     if grid.block is None or grid.block >= inputs:
-        return 128
+        # The last block is filled up, and every block has a scale: 64 for 576 inputs, 128 for 1536.
+        return min((128, 64, 32, 16), key=lambda size: -(-inputs // size) * (size * grid.bits + 32))
     block = max((size for size in BLOCKS if grid.block % size == 0), default=None)
     if block is None:
         raise RingstepError(f"{where}: blocks of {grid.block} are no multiple of one of {', '.join(map(str, BLOCKS))}")
