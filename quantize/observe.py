@@ -94,15 +94,16 @@ def mse_range(seen: Seen, levels: int) -> tuple[float, float]:
 
 def entropy_range(seen: Seen, levels: int) -> tuple[float, float]:
     """The range whose rounding to `levels` numbers keeps the distribution's divergence smallest."""
-    centres, counts = seen.centres, seen.counts
+    centres, counts, half = seen.centres, seen.counts, seen.edge / BINS
 
     def divergence(low: float, high: float) -> float:
-        inside = (centres >= low) & (centres <= high)
+        # By their outer edges: the bin of the smallest element is inside when nothing is clipped.
+        inside = (centres > low - half) & (centres < high + half)
         if inside.sum() < 2:
             return np.inf
         p = counts[inside].copy()
-        p[0] += counts[centres < low].sum()
-        p[-1] += counts[centres > high].sum()
+        p[0] += counts[centres <= low - half].sum()
+        p[-1] += counts[centres >= high + half].sum()
         held = counts[inside]
         # Each of the quantised bins shares its mass among the bins of it that held something.
         bins = min(levels, len(held))
