@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+from exporters.options import calibration_options, size_options
+from exporters.quantize_command import quantize, schemes
+from exporters.show import finish, print_positions, print_reports, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common
@@ -57,15 +60,11 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.argument("model")
 @click.option("--device", help="Phone or chip, such as galaxy-s25 (see ringstep devices).")
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True)
-@click.option("--precision", help="fp32, fp16, or a quantisation scheme: w8a16, w4a16, w4a16-block, auto. "
+@click.option("--precision", help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
               "Default: fp16 for qnn, fp32 for onnx.")  # fmt: skip
 @click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")
-@click.option("--calibration", type=click.Path(path_type=Path),
-              help="Text to calibrate with, .txt or .jsonl. Default: what ships with ringstep.")  # fmt: skip
-@click.option("--calibration-tokens", type=click.IntRange(1), default=4096, show_default=True,
-              help="How much text calibration reads.")  # fmt: skip
-@click.option("--context", type=int, help="Tokens the caches hold. Default: 1024, or the model's limit.")
-@click.option("--chunk", type=int, default=1, show_default=True, help="Also export a prefill graph of N tokens.")
+@calibration_options
+@size_options
 @click.option("--out", type=click.Path(path_type=Path), help="Default: artifacts/MODEL-DEVICE-PRECISION.")
 @click.option("--activations", type=click.Choice(["accurate", "native"]),
               help="accurate: forms that HTP computes right in fp16 (the default there).")  # fmt: skip
@@ -84,92 +83,25 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @as_json
 @common
 def export(model: str, device: str | None, format_: Any, precision: str | None, scheme: Path | None,
-           calibration: Path | None, calibration_tokens: int, context: int | None, chunk: int,
+           calibration: Path | None, calibration_tokens: int, sink_prefix: Any, context: int | None, chunk: int,
            out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any], embedding: Any, max_part_mb: int,
            parity: bool, prompt: str, revision: str | None, json_: bool) -> int:  # fmt: skip
     """Export MODEL (a Hugging Face folder, a GGUF file, a Hub id, or smollm2-135m) and prove the result.
 
     A repeated export redoes only what changed; a killed one resumes. Leaves with 1 when the proof fails.
     """
-    from exporters.line import Job, Line
+    from exporters.job import Job
+    from exporters.line import Line
 
     job = Job(model=model, out=out or Path(), format=format_, device=device, precision=precision, scheme=scheme,
-              calibration=calibration, calibration_tokens=calibration_tokens, context=context,
-              chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
+              calibration=calibration, calibration_tokens=calibration_tokens, sink_prefix=sink_prefix,
+              context=context, chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
               part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip
     line = Line(job, default_out=out is None)
     manifest = line.run()
     body = show_manifest(manifest) | {"redone": line.redone}
-    if json_:
-        console.print_json(body)
-    else:
-        print_export(body)
-        if not line.redone:
-            console.say("everything was up to date: no stage was run again")
+    finish(body, json_)
     return 0 if body["passed"] is not False else GATE_FAILED
-
-
-def show_manifest(manifest: Any) -> dict[str, Any]:
-    """What an export reports: folder, stages, and the proof."""
-    import json
-
-    stages = [
-        {"stage": r.name, "seconds": r.seconds, "peak_rss_anon_bytes": r.peak_rss_anon_bytes,
-         "bytes": sum(o.bytes for o in r.outputs.values()), "facts": r.facts}
-        for r in manifest.stages.values()
-    ]  # fmt: skip
-    path = manifest.folder / "parity.json"
-    # A proof of an earlier state of the folder has been dropped from the manifest by now.
-    proof = json.loads(path.read_text()) if "parity" in manifest.stages and path.exists() else None
-    passed = manifest.stages["parity"].facts.get("passed") if proof else None
-    return {"folder": str(manifest.folder), "options": manifest.options, "versions": manifest.versions,
-            "stages": stages, "parity": proof, "passed": passed}  # fmt: skip
-
-
-def print_export(body: dict[str, Any]) -> None:
-    """The tables at the end of an export."""
-    rows = [
-        (s["stage"], console.human_seconds(s["seconds"]), console.human_bytes(s["peak_rss_anon_bytes"]),
-         console.human_bytes(s["bytes"]))
-        for s in body["stages"]
-    ]  # fmt: skip
-    console.line(body["folder"])
-    console.table("", ["stage", "time", "peak memory", "written"], rows)
-    compiled = [(s["stage"], s["facts"]) for s in body["stages"] if s["stage"].startswith("qnn-")]
-    if compiled:
-        facts = compiled[0][1]
-        ops = [(name, sum(f["npu_ops"].values()), 0, console.human_bytes(f["binary_bytes"])) for name, f in compiled]
-        print()
-        console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], ops)
-    if body["parity"] is not None:
-        print_reports(body["parity"])
-
-
-def print_reports(reports: list[dict[str, Any]]) -> None:
-    """One table with a row an engine, then the answers and the verdict."""
-    rows = []
-    for report in reports:
-        s = report["summary"]
-        caches = f"{s['caches_db']['min']:.1f}" if s["caches_db"] else ""
-        rows.append((s["engine"], s["scheme"] or s["dtype"].replace("float", "fp"), s["tokens"],
-                     f"{s['snr_db']['min']:.1f}", f"{s['snr_db']['median']:.1f}", caches,
-                     f"{100 * s['top1']:.1f}", f"{100 * s['top5']:.1f}", f"{s['kl']['mean']:.0e}"))  # fmt: skip
-    columns = ["engine", "type", "tokens", "min dB", "median", "caches", "top-1 %", "top-5 %", "KL"]
-    print()
-    console.table(f"parity with {reports[0]['summary']['reference']}", columns, rows)
-    for report in reports:
-        s, answer = report["summary"], report["answer"]
-        if answer:
-            console.line(f"prompt      {answer['prompt']}")
-            console.line(f"original    {answer['reference_text']}")
-            console.line(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
-        notes = [f"at least {s['threshold_db']:.0f} dB {'in all' if s['scheme'] else 'everywhere'}"]
-        notes += [f"{s['snr_db']['pooled']:.1f} dB in all"] * bool(s["scheme"])
-        notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
-        notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
-        notes += ["simulated"] * s["simulated"]
-        verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(s["failures"])
-        console.line(f"{s['engine']}: {verdict} ({', '.join(notes)})")
 
 
 @cli.command()
@@ -188,7 +120,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
     from exporters.prove import prove
     from ringstep.checkpoint import open_checkpoint
     from ringstep.contract import StepSpec
-    from ringstep.manifest import Manifest
+    from ringstep.manifest import manifest_of
     from ringstep.text import Text
 
     spec = StepSpec.load(artifact)
@@ -198,7 +130,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         raise RingstepError(f"--prompt: {artifact} has no chat template; leave it out to compare a text")
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
-    manifest = Manifest.load(artifact)
+    manifest = manifest_of(artifact)
     try:
         checkpoint = open_checkpoint(model or manifest.model)
     except RingstepError as error:
@@ -216,15 +148,6 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         if positions:
             print_positions(reports[0])
     return 0 if all(r["summary"]["passed"] for r in reports) else GATE_FAILED
-
-
-def print_positions(report: dict[str, Any]) -> None:
-    """Every position and every cache of a report."""
-    rows = [(p["position"], p["token"], f"{p['snr_db']:.1f}", p["top1"], f"{100 * p['top5']:.0f} %", f"{p['kl']:.1e}")
-            for p in report["positions"]]  # fmt: skip
-    console.table("positions", ["position", "token", "dB", "top-1", "top-5", "KL"], rows)
-    caches = [(c["layer"], f"{c['key_db']:.1f}", f"{c['value_db']:.1f}") for c in report["caches"]]
-    console.table("caches", ["layer", "keys dB", "values dB"], caches)
 
 
 @cli.command()
@@ -299,6 +222,8 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(quantize)
+cli.add_command(schemes)
 cli.add_command(sanitize)
 cli.add_command(lint)
 cli.add_command(ops)

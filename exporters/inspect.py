@@ -7,7 +7,7 @@ from typing import Any
 
 from ringstep import console
 from ringstep.contract import DTYPE_BYTES, CacheSpec, StepSpec
-from ringstep.manifest import Manifest
+from ringstep.manifest import FILE, manifest_of
 
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 
@@ -24,13 +24,16 @@ def kv_bytes(caches: tuple[CacheSpec, ...], context: int, flat: bool) -> int:
 def describe(artifact: Path) -> dict[str, Any]:
     """An artifact as plain values. Raises RingstepError for a folder that is none."""
     spec = StepSpec.load(artifact)
-    manifest = Manifest.load(artifact)
+    manifest = manifest_of(artifact)
     # Every cache of one kind is alike: list kinds, not layers.
     kinds: dict[tuple[Any, ...], list[CacheSpec]] = {}
     for cache in spec.caches:
         kinds.setdefault((cache.kind, cache.length, cache.window, cache.kv_heads, cache.head_dim), []).append(cache)
     contexts = sorted({spec.context, *CONTEXTS})
-    files = {path: o.bytes for record in manifest.stages.values() for path, o in record.outputs.items()}
+    # A part of an artifact lists its own files.
+    part = "" if (artifact / FILE).exists() else artifact.resolve().name + "/"
+    files = {path.removeprefix(part): o.bytes for record in manifest.stages.values()
+             for path, o in record.outputs.items() if path.startswith(part)}  # fmt: skip
     return {
         "folder": str(artifact), "model": spec.model, "recipe": spec.recipe, "dtype": spec.dtype,
         "activations": spec.activations, "context": spec.context, "vocab": spec.vocab, "hidden": spec.hidden,

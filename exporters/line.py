@@ -10,59 +10,26 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from exporters.compiled import compile_stages
+from exporters.job import DEFAULT_CONTEXT, DTYPES, FORMATS, Job, find_scheme, find_target, refuse_quantised
+from exporters.stages import READERS, flat, versions
 from ringstep import console
 from ringstep.checkpoint import Checkpoint, open_checkpoint
-from ringstep.contract import DTYPE_BYTES, DType, EmbeddingSpec, PartSpec, StepSpec
-from ringstep.devices import Device, find_device
+from ringstep.contract import DTYPE_BYTES, StepSpec
+from ringstep.devices import Device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage, source_hash
+from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from exporters.quantised import Quantised
-    from quantize.scheme import Scheme
-    from recipes.plan import Options, Plan
-
-DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
-DEFAULT_CONTEXT = 1024
-# What turns a checkpoint's files into tensors and texts.
-READERS = tuple(f"ringstep/{name}.py" for name in (
-    "checkpoint", "files", "tensor_file", "gguf_file", "gguf_names", "gguf_tokenizer"))  # fmt: skip
-# Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
-DEFAULT_PART_BYTES = 1 << 30
-PROMPT = "What is the capital of France?"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What `ringstep export` was asked for; see its options."""
-
-    model: str
-    out: Path
-    format: Literal["onnx", "qnn"] = "qnn"
-    device: str | None = None
-    precision: str | None = None
-    """fp32, fp16, or the name of a quantisation scheme."""
-    scheme: Path | None = None
-    """A scheme of the user's own, in the place of a precision."""
-    calibration: Path | None = None
-    """Text to calibrate with; None: the text that ships with ringstep."""
-    calibration_tokens: int = 4096
-    context: int | None = None
-    chunk: int = 1
-    layout: dict[str, Any] = field(default_factory=dict)
-    activations: Literal["accurate", "native"] | None = None
-    gelu: Literal["auto", "exact", "tanh", "sigmoid"] = "auto"
-    embedding: Literal["outside", "inside"] = "outside"
-    part_bytes: int = DEFAULT_PART_BYTES
-    parity: bool = True
-    prompt: str = PROMPT
-    revision: str | None = None
+    from recipes.plan import Options, Plan, Source
 
 
 class Line:
@@ -75,34 +42,16 @@ class Line:
         """
         self.job = job
         self.redone: list[str] = []
-        self.device: Device | None = find_device(job.device) if job.device else None
-        if job.format == "qnn" and self.device is None:
-            raise RingstepError("a QNN binary is for one chip: give --device (see ringstep devices) or --format onnx")
-        precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
-        self.scheme: Scheme | None = None
-        if job.scheme is not None or precision not in DTYPES:
-            from quantize.scheme_file import load_scheme
-
-            self.scheme = load_scheme(job.scheme or precision)
-            precision = self.scheme.name
-            if self.scheme.weights.dtype == "float16":
-                self.scheme, precision = None, "fp16"
+        precision, self.scheme = find_scheme(job)
+        self.device: Device | None = find_target(job, precision, self.scheme)
         self.dtype = "float32" if self.scheme else DTYPES[precision]
-        if job.format == "qnn" and self.scheme is None:
-            assert self.device is not None
-            if precision == "fp32":
-                raise RingstepError("the NPU computes in fp16: use --precision fp16, or --format onnx for fp32")
-            if not self.device.chip.fp16:
-                raise RingstepError(
-                    f"{self.device.id} ({self.device.chip.name}, {self.device.chip.htp_arch}) has no fp16: "
-                    "it needs a quantised model; choose another device (see ringstep devices)"
-                )
         # Accurate forms are for fp16's kernels; those of 16-bit integers are good (docs/htp-accuracy.md).
         accurate = self.scheme is None and (job.format == "qnn" or precision == "fp16")
         self.activations = job.activations or ("accurate" if accurate else "native")
         if self.scheme and self.activations == "accurate":
             raise RingstepError("--activations accurate: these forms are for fp16; leave it out of a quantised export")
         self.checkpoint: Checkpoint = open_checkpoint(job.model, revision=job.revision)
+        refuse_quantised(self.checkpoint)
         if default_out:
             plain = re.sub(r"[^\w.-]+", "-", self.checkpoint.label).lower()
             name = "-".join([plain, *([self.device.id] if self.device else []), precision])
@@ -134,8 +83,8 @@ class Line:
         return Quantised(self) if self.scheme else None
 
     @cached_property
-    def plan(self) -> Plan:
-        """The recipe's plan, checked against the checkpoint's tensors."""
+    def weights(self) -> tuple[Plan, Callable[[Source], np.ndarray]]:
+        """The recipe's plan, checked against the checkpoint's tensors, and a way to its parameters."""
         from recipes import plan_for
 
         plan = plan_for(self.checkpoint.config)
@@ -145,7 +94,33 @@ class Line:
         self.checkpoint.check(plan.expected(), plan.optional)
         for warning in plan.warnings:
             console.warn(warning)
-        return plan
+        if self.scheme is None or self.scheme.rotate == "none":
+            return plan, self.read_original
+        from quantize.folding.rotate import rotated
+
+        return rotated(plan, self.read_original)
+
+    def read_original(self, source: Source) -> np.ndarray:
+        """A parameter of the checkpoint in float32."""
+        from recipes.weights import read
+
+        return read(self.checkpoint, source)
+
+    @property
+    def plan(self) -> Plan:
+        """The recipe's plan; where the scheme rotates, with a head apart from the embedding."""
+        return self.weights[0]
+
+    @property
+    def read(self) -> Callable[[Source], np.ndarray]:
+        """A parameter of the plan in float32: the checkpoint's, or where the scheme rotates, what that makes of it."""
+        return self.weights[1]
+
+    def pieces(self, source: Source) -> Iterator[np.ndarray]:
+        """The parameter in float32, a few rows at a time; whole where the scheme rotates."""
+        from recipes.weights import pieces
+
+        return iter([self.read(source)]) if self.read != self.read_original else pieces(self.checkpoint, source)
 
     @cached_property
     def spec(self) -> StepSpec:
@@ -168,16 +143,21 @@ class Line:
     def run_stages(self) -> Manifest:
         """The stages in order."""
         if not (self.job.out / "manifest.json").exists():
-            _ = self.spec  # refuse a bad model before a folder is made for it
+            _ = self.spec, self.quantised  # refuse what is bad before a folder is made for it
         with open_folder(self.job.out) as manifest:
             self.manifest = manifest
             manifest.model = self.job.model
             manifest.checkpoint = {"sha256": self.checkpoint.fingerprint()}
+            before = manifest.options
             manifest.options = {
                 "format": self.job.format, "device": self.device.id if self.device else None, "dtype": self.dtype,
                 "context": self.context, "chunk": self.job.chunk, "activations": self.activations,
                 "scheme": self.scheme.name if self.scheme else None,
             }  # fmt: skip
+            # The same export but for its format, so that what the other command made may still hold.
+            alike = self.quantised is not None and before == manifest.options | {"format": before.get("format")}
+            if alike and self.job.formats is not None:
+                manifest.options = before
             manifest.versions = library_versions(
                 "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers"
             )
@@ -190,14 +170,18 @@ class Line:
                 done["sanitize"] = self.stage_sanitize(done).hashes
             if self.job.format == "qnn":
                 for n in self.chunks:
-                    done.update(self.stages_qnn(n, done))
-            done["contract"] = self.stage_contract(done).hashes
-            self.drop_old(done)
+                    done.update(compile_stages(self, n, done))
+            if self.quantised is None or self.quantised.graphs:
+                done["contract"] = self.stage_contract(done, alike)
+            proved = flat(done) | {"checkpoint": manifest.checkpoint["sha256"]}
+            if self.quantised:
+                self.quantised.run_formats(done)
+            current = self.drop_old(done, alike)
             gc.enable()
             proof = manifest.stages.get("parity")
             if self.job.parity:
-                self.stage_parity(done)
-            elif proof and (proof.inputs != self.proved(done) or not intact(manifest, proof)):
+                self.stage_parity(proved)
+            elif proof and not (set(proof.inputs.values()) <= current and intact(manifest, proof)):
                 del manifest.stages["parity"]  # it is about an earlier export, or not what was written
                 (self.job.out / "parity.json").unlink(missing_ok=True)
             manifest.save()
@@ -322,111 +306,51 @@ class Line:
         inputs = {**done["onnx"], **done["weights"]}
         return self.stage("sanitize", inputs, options, versions("sanitize", libraries=("onnx", "onnx-ir")), build)
 
-    def stages_qnn(self, n: int, done: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """A context binary of every part of the graph of n tokens; each part is a stage, so a killed run resumes."""
-        from exporters.cut import block_bytes, choose_cuts, part_specs, write_parts
-        from exporters.onnx import graph_file
-
-        assert self.device is not None
-        chip, fp16, whole = self.device.chip, self.device.chip.fp16, self.job.out / "onnx" / graph_file(n)
-        stem = whole.stem
-        files, results = [f"onnx/{whole.name}"], {}
-        graphs, weights = (done["qdq"], done["round"]) if self.quantised else (done["sanitize"], done["weights"])
-        layers, head = block_bytes(whole)
-        if sum(layers) + head > self.job.part_bytes:
-            cuts = choose_cuts(layers, head, self.job.part_bytes)
-
-            def build_parts(folder: Path) -> dict[str, Any]:
-                parts = part_specs(self.spec, self.spec.graph(n), cuts, f"onnx/{stem}")
-                (folder / "onnx").mkdir()
-                write_parts(whole, parts, folder / "onnx")
-                return {"cut_after_layers": cuts}
-
-            record = self.stage(f"cut-{stem}", {"graph": graphs[files[0]]}, {"cuts": cuts},
-                                versions("exporters/cut.py", libraries=("onnx-ir",)), build_parts)  # fmt: skip
-            results[record.name] = record.hashes
-            files = sorted(record.outputs, key=lambda f: int(f.split(".part")[1].split(".")[0]))
-        for file in files:
-            sha = results[f"cut-{stem}"][file] if len(files) > 1 else graphs[file]
-            name = Path(file).stem.replace(".", "_")
-
-            def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:
-                from exporters.qnn import compile_context
-
-                with console.progress(f"compiling {name} for {chip.name}"):
-                    report = compile_context(self.job.out / file, folder / "qnn", chip=chip, fp16=fp16, name=name)
-                facts = dataclasses.asdict(report)
-                del facts["files"], facts["seconds"]
-                return facts
-
-            record = self.stage(
-                f"qnn-{name}", {"graph": sha, **weights}, {"chip": chip.name, "soc_model": chip.soc_model},
-                versions("exporters/qnn.py", "ringstep/qnn.py", libraries=("onnxruntime", "onnxruntime-qnn")), build,
-            )  # fmt: skip
-            results[record.name] = record.hashes
-        return results
-
-    def stage_contract(self, done: dict[str, dict[str, str]]) -> StageRecord:
-        """step.json: the contract with the files that now exist."""
+    def stage_contract(self, done: dict[str, dict[str, str]], alike: bool) -> dict[str, str]:
+        """step.json: the contract with the files that now exist; returns its hash."""
+        before = self.manifest.stages.get("contract")
+        if self.job.formats is not None and alike and before and flat(done).items() <= before.inputs.items():
+            return before.hashes  # an export's, which says all this and what was compiled
 
         def build(folder: Path) -> None:
-            from exporters.cut import part_specs
-            from exporters.onnx import graph_file
+            from exporters.step_file import write_step
 
-            graphs = []
-            for graph in self.spec.graphs:
-                stem = Path(graph_file(graph.n)).stem
-                names = tuple(t.name for t in graph.inputs), tuple(t.name for t in graph.outputs)
-                parts: dict[str, tuple[PartSpec, ...]] = {"onnx": (PartSpec(f"onnx/{stem}.onnx", *names),)}
-                hidden: tuple[Any, ...] = ()
-                cut = self.manifest.stages.get(f"cut-{stem}") if f"cut-{stem}" in done else None
-                if self.job.format == "qnn":
-                    cuts = cut.facts["cut_after_layers"] if cut else []
-                    compiled = part_specs(self.spec, graph, cuts, stem) if cuts else parts["onnx"]
-                    parts["qnn"] = tuple(
-                        dataclasses.replace(p, file=f"qnn/{Path(p.file).stem.replace('.', '_')}_ctx.onnx")
-                        for p in compiled
-                    )
-                    crossing = [name for p in compiled for name in p.outputs if name not in names[1]]
-                    hidden = self.hidden(crossing, graph.n)
-                graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
-            embedding = None
-            if not self.options.embedding_inside and not self.quantised:
-                embedding = EmbeddingSpec("onnx/embedding.bin", 0, (self.plan.vocab, self.plan.hidden), self.dtype)
-            target = {"device": self.device.id, "chip": self.device.chip.name} if self.device else {}
-            spec = dataclasses.replace(self.spec, graphs=tuple(graphs), embedding=embedding, target=target)
-            if self.quantised:
-                spec = self.quantised.contract(spec, folder)
-            spec.save(folder / "step.json")
-            StepSpec.load(folder)  # what is shipped has passed its own validation
+            cuts = {name.removeprefix("cut-"): self.manifest.stages[name].facts["cut_after_layers"]
+                    for name in done if name.startswith("cut-")}  # fmt: skip
+            write_step(self, cuts, folder)
 
         options = {"format": self.job.format, "label": self.checkpoint.label,
                    "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
         return self.stage("contract", flat(done), options, versions(
-            "ringstep/contract.py", "exporters/line.py", "exporters/quantised.py", "ringstep/encoding.py"), build)
+            "ringstep/contract.py", "exporters/step_file.py", "ringstep/encoding.py"), build).hashes
 
-    def hidden(self, names: list[str], n: int) -> tuple[Any, ...]:
-        """The tensors that pass between parts."""
-        from ringstep.contract import TensorSpec
+    def drop_old(self, done: dict[str, dict[str, str]], alike: bool) -> set[str]:
+        """Forget stages of an earlier export that this one does not have, their files being stale.
 
-        return tuple(TensorSpec(name, (n, self.plan.hidden), self.dtype, "hidden") for name in names)
-
-    def drop_old(self, done: dict[str, dict[str, str]]) -> None:
-        """Forget stages of an earlier export that this one does not have (their files are stale)."""
+        Formats of quantised weights, and for `ringstep quantize` what an export made, stay while all they were made
+        from is as it was. Returns the hashes of everything that holds.
+        """
+        adding = self.job.formats is not None
+        current = {self.manifest.checkpoint["sha256"], *flat(done).values()}
         for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
-            record = self.manifest.stages.pop(name)
+            record = self.manifest.stages[name]
+            wanted = alike and (adding or name in FORMATS)
+            if wanted and set(record.inputs.values()) <= current and intact(self.manifest, record):
+                current.update(record.hashes.values())
+                continue
+            del self.manifest.stages[name]
             kept = {path for other in self.manifest.stages.values() for path in other.outputs}
             for path in record.outputs:
                 if path not in kept:
                     self.manifest.path(path).unlink(missing_ok=True)
         self.manifest.save()
+        return current
 
-    def proved(self, done: dict[str, dict[str, str]]) -> dict[str, str]:
-        """What a proof is about: every file, and the checkpoint whose config the reference reads."""
-        return flat(done) | {"checkpoint": self.manifest.checkpoint["sha256"]}
+    def stage_parity(self, proved: dict[str, str]) -> StageRecord:
+        """parity.json: the proof, on ONNX Runtime over a text and, for QNN, on the simulator over an answer.
 
-    def stage_parity(self, done: dict[str, dict[str, str]]) -> StageRecord:
-        """parity.json: the proof, on ONNX Runtime over a text and, for QNN, on the simulator over an answer."""
+        `proved` is what it is about: every file, and the checkpoint whose config the reference reads.
+        """
 
         def build(folder: Path) -> dict[str, Any]:
             from exporters.prove import prove
@@ -439,19 +363,9 @@ class Line:
             (folder / "parity.json").write_text(json.dumps(reports, indent=1) + "\n")
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
-        return self.stage("parity", self.proved(done), {"prompt": self.job.prompt}, versions(
+        return self.stage("parity", proved, {"prompt": self.job.prompt}, versions(
             "ringstep/parity", "ringstep/session.py", "ringstep/slots.py", "ringstep/engines", "exporters/prove.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
-
-
-def versions(*sources: str, libraries: tuple[str, ...] = ()) -> dict[str, str]:
-    """What a stage depends on besides its inputs: ringstep's own sources and libraries."""
-    return {"source": source_hash(*sources), **library_versions(*libraries)}
-
-
-def flat(done: dict[str, dict[str, str]]) -> dict[str, str]:
-    """All outputs so far, STAGE/FILE to sha256."""
-    return {f"{stage}/{name}": sha for stage, files in done.items() for name, sha in files.items()}
 
 
 def _size(shape: tuple[int, ...]) -> int:

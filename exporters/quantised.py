@@ -1,9 +1,10 @@
-"""The stages of a quantised export, between the tokenizer and the compiler.
+"""The stages of quantised weights, between the tokenizer and the compiler.
 
-    graphs (float, no weights) ─▶ calibrate ─▶ round ─▶ qdq
+    graphs (float, no weights) ─▶ calibrate ─▶ round ─┬▶ qdq ─▶ step.json, a compiler
+                                                      └▶ gptq, matmulnbits, encodings, genie-table (formats.py)
 
-Their results: onnx/quantised.bin and embedding.bin, onnx/decode.onnx and prefill_N.onnx in QDQ form, sink.bin, and in
-quantize/ what calibration saw, the encodings and the size table.
+Their results: onnx/quantised.bin and embedding.bin, onnx/decode.onnx and prefill_N.onnx in QDQ form, and in quantize/
+what calibration saw, the encodings, sinks and sizes.
 """
 
 from __future__ import annotations
@@ -11,29 +12,30 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exporters.calibration import calibration_texts, from_cache, to_cache
+from exporters.stages import READERS, versions
 from ringstep import console
-from ringstep.contract import EmbeddingSpec, Encoding, PrefixSpec, StepSpec, TensorSpec
+from ringstep.contract import Encoding, StepSpec
 from ringstep.errors import RingstepError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from exporters.line import Line
     from quantize.activations import Activation
     from quantize.calibrate import Calibration
+    from quantize.grid import Grid
     from quantize.model import Model
+    from quantize.store import Stored
 
-CALIBRATION_TOKENS = 4096
 CHUNK = 128  # tokens that calibration computes at once
-SHORTEST = 64  # tokens below which ranges mean nothing
-CACHED = 16  # calibrations kept in the user's cache
 FOLDER = "quantize"
-NPZ, ACTIVATIONS, REPORT = f"{FOLDER}/calibration.npz", f"{FOLDER}/activations.json", f"{FOLDER}/report.json"
+NPZ, ACTIVATIONS, ENCODINGS = f"{FOLDER}/calibration.npz", f"{FOLDER}/activations.json", f"{FOLDER}/encodings.json"
 TABLE = f"{FOLDER}/embedding.json"
 FLOAT = "calibrate.float.onnx"
 
@@ -43,6 +45,7 @@ class Quantised:
 
     def __init__(self, line: Line) -> None:
         """Refuse what the scheme, the chip and the options cannot do together, before anything is computed."""
+        from exporters.formats import check_formats, chosen
         from quantize.scheme import check, paths_of, refuse
 
         assert line.scheme is not None
@@ -56,21 +59,59 @@ class Quantised:
             raise RingstepError("--embedding inside: a quantised table is read by the host; leave the option out")
         if "join" in self.job.layout.values():
             raise RingstepError("--layout join: quantised attention needs all keys in one tensor; use ring or append")
+        self.formats = chosen(self.job.formats or (), self.scheme)
+        check_formats(self)
         self.n = 1
         while self.n * 2 <= min(CHUNK, line.context - 1):
             self.n *= 2
 
+    @property
+    def graphs(self) -> str:
+        """The format whose graphs step.json is about; "" where none has any."""
+        if "qdq" in self.formats:
+            return "qdq"
+        return "matmulnbits" if "matmulnbits" in self.formats and not self.scheme.activations.bits else ""
+
     def run(self, done: dict[str, dict[str, str]]) -> None:
-        """Run the stages in order, adding what each wrote to `done`."""
+        """Run the stages up to the graphs in order, adding what each wrote to `done`."""
+        from exporters.formats import stage_matmulnbits
+        from exporters.rounded import stage_round
+
         done["graphs"] = self.stage_graphs().hashes
         done["calibrate"] = self.stage_calibrate(done).hashes
-        done["round"] = self.stage_round(done).hashes
-        done["qdq"] = self.stage_qdq(done).hashes
+        done["round"] = stage_round(self, done).hashes
+        if self.graphs == "qdq":
+            done["qdq"] = self.stage_qdq(done).hashes
+        elif self.graphs:
+            done["matmulnbits"] = stage_matmulnbits(self, done).hashes
+
+    def run_formats(self, done: dict[str, dict[str, str]]) -> None:
+        """Run what is left: formats beside the graphs, and the report."""
+        from exporters.formats import STAGES
+        from exporters.quantize_report import stage_report
+
+        for name in self.formats:
+            if name not in done:
+                done[name] = STAGES[name](self, done).hashes
+        done["report"] = stage_report(self, done).hashes
+
+    def grid_of(self, path: str) -> Grid | None:
+        """The grid of a parameter by path."""
+        from quantize.scheme import grid_for
+
+        return grid_for(self.scheme, path)
+
+    def weights(self) -> dict[str, Stored]:
+        """Where the rounded linears lie, by path."""
+        from quantize.parameters import linears
+        from quantize.store import INDEX, load_index
+        from recipes.weights import key
+
+        index = load_index(self.job.out / "onnx" / INDEX)
+        return {path: index[key(s)] for path, s in linears(self.line.plan).items() if key(s) in index}
 
     def stage_graphs(self) -> Any:
         """onnx/*.float.onnx: the graphs of every n and of calibration, sanitised; their weights are nowhere."""
-        from exporters.line import READERS, versions
-
         line, chip = self.line, self.chip.name if self.chip else None
         target = "qnn-htp" if chip else "ort-mobile"
 
@@ -84,7 +125,7 @@ class Quantised:
 
             home = folder / "onnx"
             home.mkdir()
-            write_weights(line.checkpoint, line.plan, "float32", home, matrices=False)
+            write_weights(line.checkpoint, line.plan, "float32", home, matrices=())
             placed, facts = load_index(home), {}
             specs = {"step": line.spec, "calibrate": self.calibration_spec}
             for what, spec in specs.items():
@@ -130,42 +171,47 @@ class Quantised:
         """The float model by blocks."""
         import onnx_ir as ir
 
+        from quantize.folding.rotate import rotation
         from quantize.model import Model, table_of
-        from recipes.weights import read
 
         line = self.line
         graph = ir.load(self.job.out / "onnx" / FLOAT).graph
-        source = lambda parameter: read(line.checkpoint, parameter)
-        return Model(line.plan, self.calibration_spec, graph, self.n, source, table_of(line.checkpoint, line.plan))
+        rows = table_of(line.checkpoint, line.plan)
+        if self.scheme.rotate != "none":
+            stream, plain = rotation(line.plan.hidden), rows
+            rows = lambda ids: stream.after(plain(ids))
+        return Model(line.plan, self.calibration_spec, graph, self.n, line.read, rows)
 
     @cached_property
     def texts(self) -> list[list[int]]:
         """Calibration's sequences of ids, the first token of each among them: n * k + 1 ids."""
-        from quantize.corpus import load_texts, sequences
-        from ringstep.text import Text
+        return calibration_texts(self.line, self.n)
 
-        line = self.line
-        windows = [k.window for k in line.plan.kinds.values() if k.window]
-        # Past the second wrap of every window, as far as the context allows.
-        wanted = max(512, 2 * max(windows, default=0) + 8)
-        length = max(1, min(line.context - 1, wanted) // self.n) * self.n
-        tokens = -(-self.job.calibration_tokens // length) * length
-        if tokens < SHORTEST:
-            raise RingstepError(f"--calibration-tokens {tokens}: ranges need at least {SHORTEST}")
-        if not (self.job.out / "tokenizer" / "tokenizer.json").is_file():
-            if self.job.calibration:
-                raise RingstepError("--calibration: the checkpoint has no tokenizer to read text with")
-            return random_texts(line.plan.vocab, tokens // length, length + 1)
-        text = Text(self.job.out)
-        documents = load_texts(self.job.calibration)
-        first = first_token(text, line.plan.vocab)
-        return sequences(documents, text, length=length + 1, tokens=tokens // length * (length + 1), prefix=[first],
-                         vocab=line.plan.vocab)  # fmt: skip
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The same as calibration computes them: after the sink prefix, whole chunks of n."""
+        skip = 1 if self.calibration.prefix else 0
+        return [ids[skip : skip + len(ids) - 1] for ids in self.texts]
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """Pieces of n ids, spread over all sequences."""
+        return [ids[at : at + self.n] for at in range(0, len(self.sequences[0]), self.n) for ids in self.sequences]
+
+    def measure(self, weight: Callable[[str], np.ndarray | None], texts: list[list[int]]) -> float:
+        """SNR in dB of the logits with these weights, activations in float, over texts that follow the sink prefix."""
+        import numpy as np
+
+        from quantize.fake import logits
+        from ringstep.parity.metrics import snr_db
+
+        entries, pairs = self.calibration.entries, []
+        for ids in texts:
+            pairs.append([logits(self.model, ids, entries, chosen, None) for chosen in (lambda _: None, weight)])
+        return snr_db(np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs]))
 
     def stage_calibrate(self, done: dict[str, dict[str, str]]) -> Any:
         """quantize/calibration.npz: what every tensor's values were, sinks, and the sink prefix in float."""
-        from exporters.line import READERS, versions
-
         line, texts = self.line, self.texts
         ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
@@ -222,59 +268,8 @@ class Quantised:
         body = json.loads((self.job.out / ACTIVATIONS).read_text())
         return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
 
-    def stage_round(self, done: dict[str, dict[str, str]]) -> Any:
-        """onnx/quantised.bin with every linear, onnx/embedding.bin, and where things lie."""
-        from exporters.line import READERS, versions
-        from quantize.scheme import describe
-
-        line = self.line
-
-        def build(folder: Path) -> dict[str, Any]:
-            from quantize.grid import QuantisedWeight
-            from quantize.rounding.walk import round_weights
-            from quantize.scheme import grid_for, weights_for
-            from quantize.store import DATA, INDEX, Writer, save_index
-            from quantize.table import write_table
-            from recipes.weights import key
-
-            (folder / "onnx").mkdir()
-            (folder / FOLDER).mkdir()
-            found, plan = self.calibration, line.plan
-            grid = grid_for(self.scheme, "embedding")
-            with console.progress("quantising the embedding table"):
-                table, stored, largest = write_table(line.checkpoint, plan, grid, folder / "onnx")
-            body = {"embedding": dataclasses.asdict(table), "largest": largest}
-            (folder / TABLE).write_text(json.dumps(body, indent=1) + "\n")
-            skip = 1 if found.prefix else 0
-            sequences = [ids[skip : skip + len(ids) - 1] for ids in self.texts]
-            # A tied head on the table's own grid is the table.
-            shared = key(plan.head) == key(plan.embedding) and stored is not None and (
-                grid_for(self.scheme, "head") == grid and weights_for(self.scheme, "head").rounding == "nearest")
-            with open(folder / "onnx" / DATA, "wb") as file:
-                writer = Writer(file)
-
-                def keep(path: str, name: str, weight: QuantisedWeight) -> None:
-                    if path == "head" and shared and stored is not None:
-                        writer.index[name] = stored
-                    else:
-                        writer.weight(name, weight)
-
-                total = len(plan.layers) * sum(map(len, sequences))
-                with console.progress("rounding weights", total) as tick:
-                    round_weights(self.model, sequences, found, self.scheme, keep, tick)
-                total_bytes = file.tell()
-            save_index(folder / "onnx" / INDEX, writer.index)
-            return {"bytes": total_bytes}
-
-        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"]}
-        scheme = {k: v for k, v in describe(self.scheme).items() if k not in ("name", "description", "activations",
-                                                                             "cache", "exceptions")}  # fmt: skip
-        return line.stage("round", inputs, scheme, versions(
-            "quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",)), build)  # fmt: skip
-
     def stage_qdq(self, done: dict[str, dict[str, str]]) -> Any:
         """onnx/decode.onnx and prefill_N.onnx in QDQ form, and the encodings of their activations."""
-        from exporters.line import READERS, versions
         from quantize.scheme import describe
 
         line = self.line
@@ -282,68 +277,42 @@ class Quantised:
         def build(folder: Path) -> dict[str, Any]:
             import onnx_ir as ir
 
+            from exporters.formats import weight_encodings
             from exporters.onnx import graph_file
             from quantize.activations import encode
+            from quantize.encodings import write_encodings
             from quantize.observe import Seen
             from quantize.qdq import to_qdq
+            from quantize.report import clipped
             from quantize.store import INDEX, load_index
-            from recipes.weights import key, read, sources
+            from recipes.weights import key, sources
 
             (folder / "onnx").mkdir()
             (folder / FOLDER).mkdir()
             found, home = self.calibration, self.job.out / "onnx"
             largest = json.loads((self.job.out / TABLE).read_text())["largest"]
             found.seen["x"] = Seen(-largest, largest)
-            small = {key(s): read(line.checkpoint, s) for s in sources(line.plan) if len(s.out_shape) == 1}
+            small = {key(s): line.read(s) for s in sources(line.plan) if len(s.out_shape) == 1}
             index = load_index(home / INDEX)
             every: dict[str, Activation] = {}
+            cut: dict[str, float] = {}
             for n in line.chunks:
                 model = ir.load(home / float_file(n))
                 own = encode(model.graph, found.seen, self.scheme, self.chip)
                 every |= own
+                cut |= clipped(model.graph, found.seen, own)
                 ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
             body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)} for name, a in sorted(every.items())}
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")
-            return {"activations": len(every)}
+            with console.progress("writing encodings"):
+                write_encodings(folder / ENCODINGS, dict(sorted(every.items())), weight_encodings(home, index))
+            return {"activations": len(every), "clipped": cut}
 
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
                   **done["round"]}  # fmt: skip
         options = {"chip": self.chip.name if self.chip else None, **describe(self.scheme)}
         return line.stage("qdq", inputs, options, versions(
-            "quantize", "exporters/quantised.py", *READERS, libraries=("onnx-ir",)), build)  # fmt: skip
-
-    def contract(self, spec: StepSpec, folder: Path) -> StepSpec:
-        """The contract with encodings, the table and the sink prefix, which is written into `folder`."""
-        from ringstep.encoding import write_prefix
-
-        encodings = json.loads((self.job.out / ACTIVATIONS).read_text())
-        graphs = tuple(dataclasses.replace(
-            g, inputs=tuple(encoded(t, encodings) for t in g.inputs),
-            outputs=tuple(encoded(t, encodings) for t in g.outputs),
-            hidden=tuple(encoded(t, encodings) for t in g.hidden)) for g in spec.graphs)  # fmt: skip
-        caches = tuple(dataclasses.replace(c, dtype=encodings[f"past_key_{c.layer}"]["dtype"]) for c in spec.caches)
-        mask = encodings[f"mask_{spec.masks[0].name}"]
-        table = json.loads((self.job.out / TABLE).read_text())["embedding"]
-        table["shape"] = tuple(table["shape"])
-        made = dataclasses.replace(
-            spec, dtype=encodings["x"]["dtype"], mask_value=-mask["scale"] * mask["zero"], caches=caches, graphs=graphs,
-            embedding=EmbeddingSpec(**table), scheme=self.scheme.name,
-        )  # fmt: skip
-        found = self.calibration
-        if not found.prefix:
-            return made
-        assert found.logits is not None
-        entries = {key: array[0] for key, array in found.entries.items()}
-        prefix: PrefixSpec = write_prefix(folder / "sink.bin", made, found.prefix, entries, found.logits)
-        return dataclasses.replace(made, prefix=prefix)
-
-
-def encoded(tensor: TensorSpec, encodings: Mapping[str, Any]) -> TensorSpec:
-    """A tensor of the float contract with its quantised type and encoding."""
-    own = encodings.get(tensor.name)
-    if own is None:
-        return tensor
-    return dataclasses.replace(tensor, dtype=own["dtype"], encoding=Encoding(own["scale"], own["zero"]))
+            "quantize", "exporters/quantised.py", "exporters/formats.py", *READERS, libraries=("onnx-ir",)), build)
 
 
 def float_file(n: int) -> str:
@@ -351,58 +320,3 @@ def float_file(n: int) -> str:
     from exporters.onnx import graph_file
 
     return Path(graph_file(n)).stem + ".float.onnx"
-
-
-def first_token(text: Any, vocab: int) -> int:
-    """The id that texts of this model begin with: its chats', else what the tokenizer puts first, else bos."""
-    ids = text.chat("a") if text.template else text.encode("a")
-    if not text.template:
-        bos = text.tokenizer.token_to_id(text.specials().get("bos_token") or "")
-        ids = [bos] if bos is not None and ids[:1] != [bos] else ids
-    if not ids or ids[0] >= vocab:
-        raise RingstepError("the tokenizer makes no id of this model's vocabulary; give the checkpoint's own tokenizer")
-    return int(ids[0])
-
-
-def random_texts(vocab: int, count: int, length: int) -> list[list[int]]:
-    """Seeded random ids, for a checkpoint without a tokenizer; all begin alike."""
-    import numpy as np
-
-    console.warn("the checkpoint has no tokenizer: calibration runs on random ids, whose ranges are no text's")
-    ids = np.random.default_rng(0).integers(0, vocab, (count, length))
-    ids[:, 0] = ids[0, 0]
-    return [[int(i) for i in row] for row in ids]
-
-
-def cache_folder() -> Path:
-    """Where calibrations are kept by content."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "ringstep" / "calibration"
-
-
-def from_cache(key: str, path: Path) -> bool:
-    """Copy a calibration from the user's cache; False when there is none, or it cannot be read."""
-    from quantize.calibrate import load
-
-    kept = cache_folder() / f"{key}.npz"
-    try:
-        load(kept)
-        shutil.copyfile(kept, path)
-        os.utime(kept)
-        return True
-    except (RingstepError, OSError):
-        return False
-
-
-def to_cache(key: str, path: Path) -> None:
-    """Keep a calibration; the ones used longest ago go. A cache that cannot be written only costs time."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{key}.tmp-{os.getpid()}"
-        shutil.copyfile(path, temporary)
-        os.replace(temporary, folder / f"{key}.npz")
-        for old in sorted(folder.glob("*.npz"), key=lambda p: p.stat().st_mtime)[:-CACHED]:
-            old.unlink(missing_ok=True)
-    except OSError:
-        return

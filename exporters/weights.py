@@ -7,6 +7,7 @@ rows up in (and that a tied head shares); index.json says where each parameter l
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,12 +33,12 @@ class Placed:
 
 
 def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None,
-                  matrices: bool = True) -> int:  # fmt: skip
+                  matrices: Collection[str] | None = None) -> int:  # fmt: skip
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
-    `tick(bytes)` is called as parameters are written. Without `matrices` their places are holes, which read as
-    zeros and take no room: enough for a graph whose weights will be others. Raises RingstepError naming a tensor
-    with values that are not finite, or that float16 cannot hold.
+    `tick(bytes)` is called as parameters are written. The places of other matrices than `matrices` (by key; None: all)
+    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. Raises
+    RingstepError naming a tensor with values that are not finite, or that float16 cannot hold.
     """
     index: dict[str, Any] = {}
     total = 0
@@ -47,7 +48,7 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
             file = table if is_table else weights
             file.write(b"\0" * (-file.tell() % ALIGN))
             index[key(source)] = asdict(Placed(Path(file.name).name, file.tell(), source.out_shape))
-            if not matrices and len(source.out_shape) > 1:
+            if matrices is not None and len(source.out_shape) > 1 and key(source) not in matrices:
                 file.truncate(file.tell() + int(np.prod(source.out_shape)) * DTYPE_BYTES[dtype])
                 file.seek(0, 2)
                 continue

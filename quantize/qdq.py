@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from quantize.activations import MOVES, Activation, is_float
+from quantize.grid import Grid
 from quantize.store import Place, Stored
 from ringstep.errors import RingstepError
 
@@ -135,6 +136,19 @@ def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation],
     return ir.Model(body, ir_version=model.ir_version, producer_name="ringstep")
 
 
+def refusal(grid: Grid | None) -> str:
+    """Why a linear on this grid has no form here that HTP keeps; "" where it has one."""
+    if grid is None:
+        return "its weights stay in float16, and a QDQ graph holds integers only: give it 4 or 8 bits"
+    if not grid.symmetric:
+        return "HTP refuses weights with zero points: set symmetric = true"
+    if grid.block is not None and not grid.two_level:
+        return "HTP leaves plain blocks to the CPU: set two_level = true (4 bits), or leave block out"
+    if grid.bits not in (4, 8, 16):
+        return f"HTP has no weights of {grid.bits} bits: use 4, 8 or 16"
+    return ""
+
+
 def encoding_of(value: ir.Value, activations: Mapping[str, Activation]) -> Activation:
     """A tensor's encoding; RingstepError where it has none."""
     own = activations.get(str(value.name))
@@ -192,6 +206,8 @@ def linear(writer: Writer, node: ir.Node, floats: Mapping[ir.Value, ir.Value], s
     """A Gemm on quantised weights."""
     x, weight, out = node.inputs[0], str(node.inputs[1].name), node.outputs[0]  # type: ignore[union-attr]
     assert x is not None
+    if reason := refusal(stored.grid):
+        raise RingstepError(f"tensor {weight}: {reason}")
     if stored.steps is not None:
         return two_level(writer, node, floats[x], weight, stored)
     q = writer.external(f"{weight}_q", stored.q)

@@ -32,17 +32,26 @@ def load_scheme(name_or_path: str | Path) -> Scheme:
     Raises RingstepError naming file, table and key for an unknown key, a wrong type or value, and keys that
     contradict each other. Whether it fits a model or a chip: scheme.check, scheme.refuse.
     """
-    text = str(name_or_path)
-    if text in presets():
-        path = FOLDER / f"{text}.toml"
-    elif isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
-        path = Path(text)
-    else:
-        known = presets()
-        raise RingstepError(
-            f"unknown scheme {text!r}{did_you_mean(text, known)}; there are {', '.join(known)}, or give a .toml file"
-        )
+    path = find_scheme(name_or_path)
     return parse_scheme(read_text(path), path.stem, str(path) if path.parent != FOLDER else path.name)
+
+
+def preset_text(name_or_path: str | Path) -> str:
+    """The text of a scheme's file, comments included; RingstepError where load_scheme raises it."""
+    load_scheme(name_or_path)
+    return read_text(find_scheme(name_or_path))
+
+
+def find_scheme(name_or_path: str | Path) -> Path:
+    """The file of a preset, or the path itself; RingstepError for a name that is neither."""
+    text, known = str(name_or_path), presets()
+    if text in known:
+        return FOLDER / f"{text}.toml"
+    if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
+        return Path(text)
+    raise RingstepError(
+        f"unknown scheme {text!r}{did_you_mean(text, known)}; there are {', '.join(known)}, or give a .toml file"
+    )
 
 
 def parse_scheme(text: str, name: str, file: str) -> Scheme:

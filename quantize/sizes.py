@@ -27,6 +27,8 @@ class Storage:
     zero: int | None = 16
     symmetric_zeros: bool = False
     """Whether symmetric weights carry zeros too."""
+    filled: bool = False
+    """Whether a row's last block is as long as the others."""
     step: int = 8
     """A block's of two-level weights."""
     channel: int = 32
@@ -38,7 +40,7 @@ class Storage:
 PLAIN = Storage()
 GPTQ = Storage(zero=None, symmetric_zeros=True)
 """float16 scales, zeros packed like the numbers."""
-MATMUL_NBITS = Storage(scale=32, zero=None, floats=32)
+MATMUL_NBITS = Storage(scale=32, zero=None, floats=32, filled=True)
 """float32 scales beside float32 norms."""
 HTP = Storage(scale=32, step=8)
 """float32 scales a channel; uint8 steps a block, as QNN's blockwise expansion takes them."""
@@ -79,7 +81,7 @@ def nbytes(shape: Sequence[int], grid: Grid | None, storage: Storage = PLAIN) ->
         return -(-count * storage.floats // 8)
     outputs, inputs = shape
     blocks = outputs * grid.blocks(inputs)
-    parts = [count * grid.bits]
+    parts = [(blocks * (grid.block or inputs) if storage.filled else count) * grid.bits]
     if grid.two_level:
         parts += [blocks * storage.step, outputs * storage.channel]
     else:
@@ -108,12 +110,12 @@ def sizes(plan: Plan, grid_of: GridOf, storage: Storage = PLAIN, *, shared_head:
 COLUMNS = ("parameters", "weights", "stored as", "bits a weight", "bytes")
 
 
-def rows(found: Sequence[Size], storage: Storage = PLAIN) -> list[tuple[str, str, str, str, str]]:
+def rows(found: Sequence[Size]) -> list[tuple[str, str, str, str, str]]:
     """Rows for console.table under COLUMNS: alike parameters of all layers in one row, sums last."""
     groups: dict[tuple[str, str], list[Size]] = {}
     for size in found:
         name = size.path.split(".", 2)[2] if size.path.startswith("layers.") else size.path
-        groups.setdefault((name, grid_name(size.grid, storage.floats)), []).append(size)
+        groups.setdefault((name, grid_name(size.grid, int(size.bits))), []).append(size)
     made = []
     for (name, stored), members in groups.items():
         label = f"{name} ({len(members)})" if members[0].path.startswith("layers.") else name
@@ -132,7 +134,7 @@ def as_json(found: Sequence[Size], storage: Storage = PLAIN) -> dict[str, Any]:
     count, total = sum(size.elements for size in found), sum(size.bytes for size in found)
     return {
         "parameters": [
-            {"path": s.path, "shape": list(s.shape), "stored": grid_name(s.grid, storage.floats), "bits": s.bits,
+            {"path": s.path, "shape": list(s.shape), "stored": grid_name(s.grid, int(s.bits)), "bits": s.bits,
              "bytes": s.bytes}
             for s in found
         ],

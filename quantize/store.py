@@ -1,12 +1,14 @@
 """The file of quantised weights: every weight once, for decode and every prefill chunk alike.
 
 quantised.bin holds integers and scales, each starting at a multiple of 64 bytes; quantised.json says where, by the
-parameter's name. int4 is packed two a byte, the lower half first, as ONNX stores it.
+parameter's name. int4 is packed two a byte, the lower half first, as ONNX stores it; 2 and 3 bits likewise
+(quantize/pack.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,11 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantize.grid import Grid, QuantisedWeight
-from quantize.pack import pack
+from quantize.pack import pack, unpack
 from ringstep.errors import RingstepError
 
 DATA, INDEX = "quantised.bin", "quantised.json"
 ALIGN = 64
+PACKED = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Place:
     offset: int
     shape: tuple[int, ...]
     dtype: str
-    """numpy's name, or int4."""
+    """numpy's name, or what is packed: int4, uint4, int3, ..."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,11 @@ class Stored:
     shape: tuple[int, int]
     q: Place
     scale: Place
-    """[out]: of each channel; two-level: what its steps are times."""
+    """[out] where a row has one scale, and of two-level weights: what their steps are times. Else [out, blocks]."""
     steps: Place | None = None
     """Two-level: uint8 [in / block, out], 1 to 15."""
+    zero: Place | None = None
+    """Asymmetric: [out, blocks], one number an element."""
 
 
 class Writer:
@@ -52,29 +57,63 @@ class Writer:
         self.file, self.name = file, name
         self.index: dict[str, Stored] = {}
 
-    def array(self, values: np.ndarray, dtype: str = "") -> Place:
-        """Append an array in row-major order; `dtype` int4 packs it."""
+    def array(self, values: np.ndarray, bits: int = 0) -> Place:
+        """Append an array in row-major order; integers of 2, 3 or 4 `bits` are packed and called int4, uint3, ..."""
         self.file.write(b"\0" * (-self.file.tell() % ALIGN))
-        place = Place(self.name, self.file.tell(), values.shape, dtype or str(values.dtype))
-        packed = pack(values.reshape(-1), 4, signed=True) if dtype == "int4" else np.ascontiguousarray(values)
-        self.file.write(packed.tobytes())
+        if bits in PACKED:
+            signed = values.dtype.kind == "i"
+            place = Place(self.name, self.file.tell(), values.shape, f"{'' if signed else 'u'}int{bits}")
+            self.file.write(pack(values.reshape(-1), bits, signed=signed).data)
+        else:
+            place = Place(self.name, self.file.tell(), values.shape, str(values.dtype))
+            self.file.write(np.ascontiguousarray(values).data)
         return place
 
     def weight(self, name: str, weight: QuantisedWeight) -> Stored:
-        """Append a symmetric weight [out, in] of 4, 8 or 16 bits."""
-        grid = weight.grid
-        if not grid.symmetric or (grid.block is not None and not grid.two_level):
-            raise RingstepError(f"tensor {name}: HTP takes symmetric weights, per channel or in two-level blocks")
-        shape = (weight.q.shape[0], weight.q.shape[1])
+        """Append a weight."""
+        grid, (outputs, inputs) = weight.grid, weight.q.shape
+        q = self.array(weight.q, grid.bits)
+        steps = zero = None
         if grid.two_level:
             assert weight.steps is not None and weight.channel_scale is not None
-            q = self.array(weight.q, "int4")
-            stored = Stored(grid, shape, q, self.array(weight.channel_scale), self.array(weight.steps.T))
+            scale = self.array(weight.channel_scale)
+            steps = self.array(weight.steps.T)
         else:
-            q = self.array(weight.q, "int4" if grid.bits == 4 else "")
-            stored = Stored(grid, shape, q, self.array(weight.scale.reshape(-1)))
-        self.index[name] = stored
-        return stored
+            scale = self.array(weight.scale if grid.block is not None else weight.scale.reshape(-1))
+        if weight.zero is not None:
+            zero = self.array(weight.zero)
+        self.index[name] = Stored(grid, (outputs, inputs), q, scale, steps, zero)
+        return self.index[name]
+
+
+def weight_at(folder: Path, stored: Stored) -> QuantisedWeight:
+    """The weight that a Writer stored in `folder`; what is not packed is mapped, not read.
+
+    Raises RingstepError where a file is missing or too short, and for numbers that are not those of the grid.
+    """
+    grid, outputs = stored.grid, stored.shape[0]
+    q, scale = array_at(folder, stored.q), array_at(folder, stored.scale)
+    if q.dtype != grid.dtype or q.shape != stored.shape:
+        raise RingstepError(f"{folder / stored.q.file}: {stored.q.dtype} {list(q.shape)} where {grid} belongs")
+    if stored.steps is not None:
+        steps = np.ascontiguousarray(array_at(folder, stored.steps).T)
+        return QuantisedWeight(grid, q, steps * scale[:, None], None, steps, scale)
+    zero = None if stored.zero is None else array_at(folder, stored.zero)
+    return QuantisedWeight(grid, q, scale.reshape(outputs, -1), zero)
+
+
+def array_at(folder: Path, place: Place) -> np.ndarray:
+    """The array of a place: mapped read-only, or a copy where it is packed."""
+    path, count = folder / place.file, math.prod(place.shape)
+    bits = next((bits for bits in PACKED if place.dtype in (f"int{bits}", f"uint{bits}")), 0)
+    try:
+        if bits:
+            raw: np.ndarray = np.memmap(path, np.uint8, "r", place.offset, (-(-count * bits // 8),))
+            return unpack(np.asarray(raw), bits, count, signed=place.dtype.startswith("i")).reshape(place.shape)
+        return np.asarray(np.memmap(path, place.dtype, "r", place.offset, place.shape))
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise RingstepError(f"{path}: no {place.dtype} {list(place.shape)} there ({reason}); quantise again") from None
 
 
 def save_index(path: Path, index: dict[str, Stored]) -> None:
@@ -93,5 +132,5 @@ def load_index(path: Path) -> dict[str, Stored]:
         q, scale = place(body["q"]), place(body["scale"])
         assert q is not None and scale is not None
         shape = (body["shape"][0], body["shape"][1])
-        found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]))
+        found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]), place(body["zero"]))
     return found

@@ -20,7 +20,7 @@ from ringstep.errors import RingstepError, did_you_mean
 from ringstep.files import ordinary_size
 
 FORMAT = "ringstep.step"
-VERSION = 1
+VERSION = 2
 MAX_JSON_BYTES = 64 << 20
 INT64_MAX = 2**63 - 1
 

@@ -150,6 +150,16 @@ class Manifest:
             os.fsync(stream.fileno())
 
 
+def manifest_of(folder: Path) -> Manifest:
+    """The manifest of an artifact, or of the one that wrote `folder` as a part of itself. Raises RingstepError."""
+    if not (folder / FILE).exists() and (folder.resolve().parent / FILE).exists():
+        whole = Manifest.load(folder.resolve().parent)
+        part = folder.resolve().name + "/"
+        if any(name.startswith(part) for record in whole.stages.values() for name in record.outputs):
+            return whole
+    return Manifest.load(folder)
+
+
 @contextmanager
 def open_folder(folder: Path | str) -> Iterator[Manifest]:
     """Create or reopen an artifact folder for writing and hold its lock; what a dead run left is cleaned up.

@@ -83,10 +83,8 @@ def write_gptq(
     written. The folder appears whole or not at all, and replaces one of an earlier run. Raises RingstepError naming the
     tensor for what the format or its readers cannot hold.
     """
-    kind = checkpoint.config.get("model_type")
-    if kind not in CLASSES:
-        raise RingstepError(f"a GPTQ checkpoint of model_type {kind!r} is not supported, only {', '.join(CLASSES)}")
-    grids = _grids(plan, grid_of)
+    grids = check_gptq(checkpoint, plan, grid_of)
+    kind = str(checkpoint.config["model_type"])
     common = Counter(grid for path, grid in grids.items() if path != HEAD).most_common(1)[0][0]
     entries = {entry.name: entry for entry in _layout(plan, grids)}
     form = "gptq" if all(grid.symmetric for grid in grids.values()) else "gptq_v2"
@@ -109,8 +107,11 @@ def write_gptq(
     return total
 
 
-def _grids(plan: Plan, grid_of: GridOf) -> dict[str, Grid]:
-    """The grid of every linear that is quantised, each one that the format can hold."""
+def check_gptq(checkpoint: Checkpoint, plan: Plan, grid_of: GridOf) -> dict[str, Grid]:
+    """The grid of every linear that is quantised by path; RingstepError for a model or grid the format cannot hold."""
+    kind = checkpoint.config.get("model_type")
+    if kind not in CLASSES:
+        raise RingstepError(f"a GPTQ checkpoint of model_type {kind!r} is not supported, only {', '.join(CLASSES)}")
     found: dict[str, Grid] = {}
     widths = [source.out_shape[1] for source in linears(plan).values()]
     for path, source in linears(plan).items():

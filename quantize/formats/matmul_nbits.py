@@ -21,7 +21,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from quantize.files import new_file
-from quantize.grid import QuantisedWeight
+from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import pack
 from quantize.parameters import GridOf, WeightOf, linears
 from recipes.plan import Plan
@@ -109,6 +109,13 @@ def write_matmul_nbits(
     return targets
 
 
+def check_matmul_nbits(plan: Plan, grid_of: GridOf) -> None:
+    """Raise RingstepError naming the tensor for a grid that the operator cannot hold."""
+    for path, source in linears(plan).items():
+        if grid := grid_of(path):
+            block_of(grid, source.out_shape[1], f"tensor {key(source)} ({path})")
+
+
 def _gemms(model: ir.Model, paths: dict[str, str], source: Path) -> dict[str, ir.Node]:
     """The linears of a graph by the name of their weight, each of `paths` there once."""
     found: dict[str, ir.Node] = {}
@@ -131,11 +138,7 @@ def _write(file: BinaryIO, weight: QuantisedWeight, where: str, shape: tuple[int
     grid, (outputs, inputs) = weight.grid, weight.q.shape
     if (outputs, inputs) != shape:
         raise RingstepError(f"{where}: quantised as {[outputs, inputs]}, the model has {list(shape)}")
-    if grid.bits not in BITS:
-        raise RingstepError(f"{where}: MatMulNBits has no {grid.bits} bits, only {', '.join(map(str, BITS))}")
-    block = _block(grid.block, inputs)
-    if block is None:
-        raise RingstepError(f"{where}: blocks of {grid.block} are no multiple of one of {', '.join(map(str, BLOCKS))}")
+    block = block_of(grid, inputs, where)
     blocks = -(-inputs // block)
     middle = 1 << grid.bits - 1 if grid.symmetric else 0
     # Scales and zeros of wider blocks, and of whole rows, are repeated.
@@ -156,11 +159,17 @@ def _write(file: BinaryIO, weight: QuantisedWeight, where: str, shape: tuple[int
     )  # fmt: skip
 
 
-def _block(block: int | None, inputs: int) -> int | None:
-    """The operator's block for a grid's: the largest that divides it; 128 for one scale a row."""
-    if block is None or block >= inputs:
-        return 128
-    return max((size for size in BLOCKS if block % size == 0), default=None)
+def block_of(grid: Grid, inputs: int, where: str) -> int:
+    """The operator's block for a grid's: the largest that divides it, the one of fewest bytes for one scale a row."""
+    if grid.bits not in BITS:
+        raise RingstepError(f"{where}: MatMulNBits has no {grid.bits} bits, only {', '.join(map(str, BITS))}")
+    if grid.block is None or grid.block >= inputs:
+        # The last block is filled up, and every block has a scale: 64 for 576 inputs, 128 for 1536.
+        return min((128, 64, 32, 16), key=lambda size: -(-inputs // size) * (size * grid.bits + 32))
+    block = max((size for size in BLOCKS if grid.block % size == 0), default=None)
+    if block is None:
+        raise RingstepError(f"{where}: blocks of {grid.block} are no multiple of one of {', '.join(map(str, BLOCKS))}")
+    return block
 
 
 def _append(file: BinaryIO, values: NDArray[Any], dtype: ir.DataType) -> Place:

@@ -69,7 +69,7 @@ BAD_EXPORTS: dict[str, tuple[list[Any], list[str]]] = {
     "qnn in fp32": ([SPARK, "--format", "qnn", "--device", "galaxy-s25", "--precision", "fp32"],
                     ["the NPU computes in fp16", "use --precision fp16, or --format onnx"]),
     "no fp16 on the chip": ([SPARK, "--format", "qnn", "--device", "qcs6490", "--precision", "fp16"],
-                            ["qcs6490 (qcs6490, v68) has no fp16", "choose another device"]),
+                            ["qcs6490 (qcs6490, v68) has no fp16", "use --precision w8a16"]),
     "unknown device": ([SPARK, "--device", "galaxy-s52"], ["unknown device 'galaxy-s52' (did you mean galaxy-s2",
                                                            "`ringstep devices` lists them"]),
     "unknown layout": ([SPARK, "--layout", "rings"], ["'rings' is none of auto, ring", "(did you mean ring?)"]),
@@ -78,7 +78,8 @@ BAD_EXPORTS: dict[str, tuple[list[Any], list[str]]] = {
     "unknown kind": ([SPARK, "--layout", "linear=ring"],
                      ["--layout linear=...: this model has layers of kind sliding, full"]),
     "unknown format": ([SPARK, "--format", "onxx"], ["'onxx' is not one of 'onnx', 'qnn' (did you mean onnx?)"]),
-    "unknown precision": ([SPARK, "--precision", "int8"], ["'int8' is not one of 'fp32', 'fp16'"]),
+    "unknown precision": ([SPARK, "--precision", "int8"],
+                          ["--precision 'int8' is unknown", "there are fp32, fp16, auto,"]),
     "unknown option": ([SPARK, "--contxt", 64], ["no such option '--contxt' (did you mean --context?)"]),
     "part size 0": ([SPARK, "--max-part-mb", 0], ["--max-part-mb", "x>=1"]),
     "nothing": ([], ["Missing argument 'MODEL'", "ringstep export --help"]),
@@ -322,7 +323,7 @@ def test_tables_fit_80_columns(inside: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_end_of_a_qnn_export_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from exporters.cli import print_export
+    from exporters.show import print_export
 
     facts = {"npu_ops": {"Gemm": 714}, "binary_bytes": 123_456_789, "chip": "sc8380xp",
              "version": "onnxruntime-qnn 2.7.0, QAIRT 2.51.0"}  # fmt: skip

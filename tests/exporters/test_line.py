@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from export_runs import SPARK, run
 
-import exporters.line
 import exporters.prove
+import exporters.stages
 import exporters.weights
 from exporters.line import Job, Line
 from ringstep import console
@@ -34,7 +34,7 @@ QNN_STAGES = ["tokenizer", "weights", "onnx", "sanitize", "qnn-decode", "contrac
 def same_sources() -> Iterator[None]:
     """Sources as they were when the first test began: an edit meanwhile would redo stages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporters.line, "source_hash", functools.cache(exporters.line.source_hash))
+        patch.setattr(exporters.stages, "source_hash", functools.cache(exporters.stages.source_hash))
         yield
 
 
