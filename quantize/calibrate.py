@@ -79,13 +79,23 @@ class Watch:
                     raise RingstepError(f"tensor {name} (node {step.name}): values that are not finite in calibration")
 
 
+def watched(watch: Watch, walk: Callable[..., Any], *args: Any) -> Any:
+    """What `walk` returns; where it fails over values that are not finite, the node that made them is named."""
+    try:
+        return walk(*args)
+    except RingstepError:
+        watch.check()
+        raise
+
+
 def find_sinks(model: Model, ids: Sequence[int], tick: Tick = lambda _: None) -> list[Sink]:
     """Positions of one text whose largest hidden element is, in some layer, SINK_RATIO times the median position's."""
     rows = model.embedded(ids)
     found: dict[int, Sink] = {}
     for layer in range(len(model.plan.layers)):
-        session, _ = model.open_layer(layer)
-        rows = through(session, rows, None)
+        session, engine = model.open_layer(layer)
+        engine.hook = Watch(engine.block, {})
+        rows = watched(engine.hook, through, session, rows, None)
         largest = np.abs(rows).max(-1)
         typical = max(float(np.median(largest)), 1e-30)
         for position in np.flatnonzero(largest > SINK_RATIO * typical).tolist():
@@ -118,15 +128,12 @@ def calibrate(model: Model, sequences: Sequence[Sequence[int]], prefix: Sequence
         session, engine = model.open_layer(layer)
         entries: Entries | None = None
         if prefix:
-            first, entries = prefix_through(session, first)
+            engine.hook = Watch(engine.block, {})  # what it has stays out of ranges
+            first, entries = watched(engine.hook, prefix_through, session, first)
             found.entries |= entries
         engine.hook = watch = Watch(engine.block, found.seen)
         for i, rows in enumerate(states):
-            try:
-                states[i] = through(session, rows, entries)
-            except RingstepError:
-                watch.check()
-                raise
+            states[i] = watched(watch, through, session, rows, entries)
             tick(len(rows))
         watch.check()
         for what in ("key", "value"):
@@ -202,5 +209,5 @@ def load(path: Path) -> Calibration:
                      for p, t, at, largest, ratio in body["sinks"]]  # fmt: skip
             logits = body["logits"] if "logits" in body.files else None
             return Calibration(int(body["tokens"]), seen, tuple(map(int, body["prefix"])), entries, logits, sinks)
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise RingstepError(f"{path}: no calibration of ringstep's ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # of every kind where bytes are damaged: numpy's, zipfile's, zlib's
+        raise RingstepError(f"{path}: no calibration of ringstep's ({str(error).partition(chr(10))[0]})") from None
