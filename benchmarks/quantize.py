@@ -109,8 +109,9 @@ def export(row: Row, format_: str) -> tuple[Path, dict[str, float]]:
     OUT.mkdir(parents=True, exist_ok=True)
     file = OUT / f"{row.name}.toml"
     file.write_text(to_toml(row.scheme()))
-    command = [Path(sys.executable).with_name("ringstep"), "export", smollm2(), "--device", DEVICE, "--format", format_,
-               "--scheme", file, "--context", str(CONTEXT), "--chunk", str(CHUNK), "--no-parity", "--out", out]  # fmt: skip
+    command = [Path(sys.executable).with_name("ringstep"), "export", smollm2(), "--device", DEVICE,
+               "--format", format_, "--scheme", file, "--context", str(CONTEXT), "--chunk", str(CHUNK), "--no-parity",
+               "--out", out]  # fmt: skip
     took = run(command, OUT / f"{row.name}.log")
     stages = json.loads((out / "manifest.json").read_text())["stages"]
     own = sum(stages[name]["seconds"] for name in ("graphs", "calibrate", "round", "qdq"))
