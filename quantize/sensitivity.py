@@ -28,7 +28,8 @@ def noise(model: Model, texts: Sequence[Sequence[int]], prefix: Entries, rounded
     """The energy that each linear's rounding adds to the logits, by weight name, and the logits' own.
 
     `texts` are ids that follow the sink prefix of these entries, model.n each, one sample each; `rounded(name)`
-    gives a linear as it is after rounding [out, in], None where it stays in float. Noise is taken at the original's weights.
+    gives a linear as it is after rounding [out, in], None where it stays in float. Noise is taken at the original's
+    weights.
     """
     feeds = [fixed_inputs(model, layer, prefix) for layer in range(len(model.plan.layers))]
     blocks = [model.block(layer) for layer in range(len(model.plan.layers))]
