@@ -29,7 +29,8 @@ def cut(layers: int) -> Path:
     config = json.loads((source / "config.json").read_text())
     config["num_hidden_layers"] = layers
     with safe_open(source / "model.safetensors", "np") as file:
-        kept = [n for n in file.keys() if not n.startswith("model.layers.") or int(n.split(".")[2]) < layers]
+        names = list(file.keys())
+        kept = [n for n in names if not n.startswith("model.layers.") or int(n.split(".")[2]) < layers]
         save_file({name: file.get_tensor(name) for name in kept}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
