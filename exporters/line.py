@@ -23,7 +23,7 @@ from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import DTYPE_BYTES, StepSpec
 from ringstep.devices import Device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage
+from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, remove_output, run_stage
 
 if TYPE_CHECKING:
     from exporters.quantised import Quantised
@@ -314,7 +314,7 @@ class Line:
             kept = {path for other in self.manifest.stages.values() for path in other.outputs}
             for path in record.outputs:
                 if path not in kept:
-                    self.manifest.path(path).unlink(missing_ok=True)
+                    remove_output(self.manifest, path)
         self.manifest.save()
         return current
 
