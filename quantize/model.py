@@ -52,8 +52,11 @@ class Model:
         return block_of(self.graph, "/head/", ("logits",), names.__contains__)
 
     def embedded(self, ids: Sequence[int]) -> np.ndarray:
-        """What enters the first layer for ids, float32 [len(ids), hidden]."""
-        return self.table(np.asarray(ids, np.int64)) * np.float32(self.plan.embedding_scale)
+        """What enters the first layer for ids, float32 [len(ids), hidden]; RingstepError where it is not finite."""
+        rows = self.table(np.asarray(ids, np.int64)) * np.float32(self.plan.embedding_scale)
+        if not np.isfinite(rows.sum(dtype=np.float64)):
+            raise RingstepError(f"tensor {key(self.plan.embedding)}: values that are not finite; mend the checkpoint")
+        return rows
 
     def weight(self, name: str, source: Source) -> torch.Tensor:
         """A parameter in float32; RingstepError naming it where it holds values that are not finite."""

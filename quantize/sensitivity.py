@@ -1,8 +1,8 @@
 """How much each linear's rounding adds to the noise of the logits, all linears from the same few backward passes.
 
-For small dW the logits move by J dW, J their Jacobian by the weight. With random signs r, E <d(r . logits)/dW, dW>^2 is the
-energy |J dW|^2 (Hutchinson 1989): one backward pass gives every linear a sample of it. Layers are computed forward, then
-backward with each computed again, so that one layer's weights are in memory.
+For small dW the logits move by J dW, J their Jacobian by the weight. With random signs r, E <d(r . logits)/dW, dW>^2
+is the energy |J dW|^2 (Hutchinson 1989): one backward pass gives every linear a sample of it. Layers are computed
+forward, then backward with each computed again, so that one layer's weights are in memory.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ One block is held at a time: its weights are handed in by name, so memory does n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,13 +97,19 @@ def run(block: Block, feeds: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 
 
 def _gemm(attributes: Mapping[str, Any], x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, w if attributes.get("transB") else w.t(), bias)
+    alpha, beta = attributes.get("alpha", 1.0), attributes.get("beta", 1.0)
+    x = x.t() if attributes.get("transA") else x
+    product = F.linear(x if alpha == 1.0 else alpha * x, w if attributes.get("transB") else w.t())
+    return product if bias is None else product + beta * bias
 
 
 def _split(attributes: Mapping[str, Any], x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis = attributes.get("axis", 0)
-    parts = sizes.tolist() if sizes is not None else -(-x.shape[axis] // attributes["num_outputs"])
-    return tuple(torch.split(x, parts, axis))
+    if sizes is None:
+        count, length = attributes["num_outputs"], x.shape[axis]
+        each = -(-length // count)
+        return torch.split(x, [max(0, min(each, length - i * each)) for i in range(count)], axis)
+    return torch.split(x, sizes.tolist(), axis)
 
 
 def _reshape(attributes: Mapping[str, Any], x: Tensor, shape: Tensor) -> Tensor:
@@ -120,7 +127,7 @@ def _slice(attributes: Mapping[str, Any], x: Tensor, starts: Tensor, ends: Tenso
 
 
 def _rms_norm(attributes: Mapping[str, Any], x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, attributes.get("epsilon", 1e-5))
+    return F.rms_norm(x, x.shape[attributes.get("axis", -1) :], weight, attributes.get("epsilon", 1e-5))
 
 
 def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -131,18 +138,28 @@ def _reduce(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return reduce
 
 
-def _squeeze(attributes: Mapping[str, Any], x: Tensor, axes: Tensor) -> Tensor:
-    return x.squeeze(tuple(axes.tolist()))
+def _squeeze(attributes: Mapping[str, Any], x: Tensor, axes: Tensor | None = None) -> Tensor:
+    return x.squeeze() if axes is None else x.squeeze(tuple(axes.tolist()))
 
 
 def _unsqueeze(attributes: Mapping[str, Any], x: Tensor, axes: Tensor) -> Tensor:
-    for axis in sorted(axes.tolist()):
+    rank = x.dim() + axes.numel()  # axes are those of the result
+    for axis in sorted(axis % rank for axis in axes.tolist()):
         x = x.unsqueeze(axis)
     return x
 
 
 def _clip(attributes: Mapping[str, Any], x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    return torch.clamp(x, low, high)
+    return x if low is None and high is None else torch.clamp(x, low, high)
+
+
+def _transpose(attributes: Mapping[str, Any], x: Tensor) -> Tensor:
+    return x.permute(*attributes.get("perm", range(x.dim() - 1, -1, -1)))
+
+
+def _gather(attributes: Mapping[str, Any], x: Tensor, indices: Tensor) -> Tensor:
+    axis = attributes.get("axis", 0) % x.dim()
+    return x[(slice(None),) * axis + (indices,)]
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -153,8 +170,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Mul": lambda a, x, y: x * y,
     "Div": lambda a, x, y: x / y,
     "Pow": lambda a, x, y: x.pow(y),
-    "Max": lambda a, x, y: torch.maximum(x, y),
-    "Min": lambda a, x, y: torch.minimum(x, y),
+    "Max": lambda a, *xs: functools.reduce(torch.maximum, xs),
+    "Min": lambda a, *xs: functools.reduce(torch.minimum, xs),
     "Abs": lambda a, x: x.abs(),
     "Neg": lambda a, x: -x,
     "Exp": lambda a, x: x.exp(),
@@ -172,7 +189,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "ReduceSum": _reduce(torch.sum),
     "ReduceMean": _reduce(torch.mean),
     "Reshape": _reshape,
-    "Transpose": lambda a, x: x.permute(*a["perm"]),
+    "Transpose": _transpose,
     "Concat": lambda a, *xs: torch.cat(xs, a["axis"]),
     "Split": _split,
     "Slice": _slice,
@@ -180,5 +197,5 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Unsqueeze": _unsqueeze,
     "Clip": _clip,
     "Identity": lambda a, x: x,
-    "Gather": lambda a, x, i: F.embedding(i, x),
+    "Gather": _gather,
 }

@@ -13,8 +13,11 @@ PIECE_BYTES = 8 << 20  # the float32 size of what is converted at a time: peak m
 
 
 def key(source: Source) -> str:
-    """A parameter's name in the index: the checkpoint tensor's, with the rows where it is a part of one."""
-    return source.name if source.rows is None else f"{source.name}[{source.rows[0]}:{source.rows[1]}]"
+    """A parameter's name in the index: the checkpoint tensor's, with the rows where it is a part of one.
+
+    Plain enough that sanitising keeps it: quantisation finds weights by it.
+    """
+    return source.name if source.rows is None else f"{source.name}:{source.rows[0]}-{source.rows[1]}"
 
 
 def sources(plan: Plan) -> Iterator[Source]:

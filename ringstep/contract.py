@@ -32,6 +32,7 @@ Role = Literal[
 ]  # fmt: skip
 DTYPE_BYTES = {"float32": 4, "float16": 2, "int32": 4, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2}
 QUANTISED = ("uint8", "int8", "uint16", "int16")
+FLOAT32 = (2.0**-126, 3.4028234663852886e38)  # hosts compute with scales in float32, where less is 0
 INTEGERS = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 
 
@@ -413,7 +414,7 @@ def _validate_encodings(spec: StepSpec) -> None:
             if tensor.encoding is None:
                 continue
             low, high = INTEGERS[tensor.dtype]
-            _require(tensor.encoding.scale > 0, f"{where}.scale: must be positive")
+            _require(FLOAT32[0] <= tensor.encoding.scale <= FLOAT32[1], f"{where}.scale: must be a positive float32")
             _require(low <= tensor.encoding.zero <= high, f"{where}.zero: outside {tensor.dtype}")
             cached = tensor.layer is not None
             key = (tensor.layer, tensor.role.split("_")[0]) if cached else tensor.name

@@ -89,8 +89,8 @@ def open_prefix(folder: Path, spec: StepSpec) -> Prefix | None:
         entries[key] = np.frombuffer(raw, dtype, int(np.prod(shape)), at).reshape(shape)
         at += entries[key].nbytes
     logits = np.frombuffer(raw, np.float32, count * spec.vocab, at).reshape(count, spec.vocab)
-    if not np.isfinite(logits).all():
-        raise RingstepError(f"{path}: the sink prefix's logits are not finite; export again")
+    if not all(np.isfinite(array).all() for array in (logits, *entries.values())):
+        raise RingstepError(f"{path}: the sink prefix holds values that are not finite; export again")
     return Prefix(spec.prefix.ids, entries, logits)
 
 

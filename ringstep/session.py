@@ -82,10 +82,11 @@ class DecodeSession:
         logits = np.empty((len(feed), self.spec.vocab), np.float32)
         start, done = self.position, 0
         # A single call changes nothing unless it succeeds; several can fail halfway.
-        alone = self.pick(len(feed)) >= len(feed) and not (self.prefix and start < len(self.prefix.ids))
+        inside = self.prefix is not None and start < len(self.prefix.ids)
+        alone = not inside and self.pick(len(feed)) >= len(feed)
         kept = {} if alone else self.windows()
         try:
-            if self.prefix and start < len(self.prefix.ids):
+            if self.prefix and inside:
                 done = self.begin(feed)
                 logits[:done] = self.prefix.logits[start : start + done]
             while done < len(feed):
@@ -146,7 +147,8 @@ class DecodeSession:
                 if what == "key" and cache.key_layout == "transposed":
                     old = old.swapaxes(2, 3)
                 if cache.kind == "roll":
-                    old[:, :, :-count], old[:, :, -count:] = old[:, :, count:].copy(), new
+                    keep = min(count, cache.length)
+                    old[:, :, :-keep], old[:, :, -keep:] = old[:, :, keep:].copy(), new[:, :, count - keep :]
                     continue
                 for source, slot, length in writes(cache.kind, cache.length, self.position, count):
                     old[:, :, slot : slot + length] = new[:, :, source : source + length]

@@ -197,7 +197,7 @@ def test_weight_bytes_are_the_checkpoints(spark: Export, half: Export) -> None:
     for made, dtype in ((spark, np.float32), (half, np.float16)):
         index = load_index(made.folder)
         for rows in ((0, 128), (128, 192), (192, 256)):
-            place = index[f"model.layers.2.self_attn.q_k_v_proj.weight[{rows[0]}:{rows[1]}]"]
+            place = index[f"model.layers.2.self_attn.q_k_v_proj.weight:{rows[0]}-{rows[1]}"]
             have = stored_array(made.folder, place, dtype)
             np.testing.assert_array_equal(have, fused[slice(*rows)].astype(dtype))
         for name in ("model.norm.weight", "model.embedding.weight", "model.layers.7.mlp.down_proj.weight"):
