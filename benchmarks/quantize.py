@@ -27,9 +27,9 @@ from smollm2 import folder as smollm2
 
 sys.path.insert(0, str(ROOT))
 
+from exporters.calibration import first_token
 from exporters.line import Job, Line
 from exporters.prove import open_reference
-from exporters.quantised import first_token
 from quantize import fake
 from quantize.corpus import held_out
 from quantize.scheme import HEAD, Scheme, grid_for

@@ -306,7 +306,7 @@ class Line:
         current = {self.manifest.checkpoint["sha256"], *flat(done).values()}
         for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
             record = self.manifest.stages[name]
-            wanted = alike and (adding or name in FORMATS)
+            wanted = name in FORMATS or (alike and adding)
             if wanted and set(record.inputs.values()) <= current and intact(self.manifest, record):
                 current.update(record.hashes.values())
                 continue

@@ -113,12 +113,26 @@ def test_every_format_has_the_rounded_numbers(artifact: str, made: Path) -> None
 
 @pytest.mark.parametrize("artifact", ["npu/matmulnbits", "cpu"])
 def test_cpu_graphs_compute_the_rounded_model(artifact: str, made: Path, tmp_path: Path) -> None:
+    same_as_dequantised(made, artifact, tmp_path)
+
+
+def test_linears_left_in_float_are_the_checkpoints(copy: Path, tmp_path: Path) -> None:
+    floats = "[[override]]\npattern = '*.1.mlp.down_proj'\ndtype = 'float16'\n"
+    (copy / "cpu.toml").write_text(CPU.replace("[head]\nbits = 4\nblock = 32\nsymmetric = false",
+                                               "[head]\ndtype = 'float16'") + floats)  # fmt: skip
+    assert run("quantize", "model", "--scheme", "cpu.toml", "--out", "cpu", "-q", *TEXT, *OPTIONS) == 0
+    assert len(load_index(copy / "cpu/onnx/quantised.json")) == 13
+    same_as_dequantised(copy, "cpu", tmp_path)
+
+
+def same_as_dequantised(made: Path, artifact: str, tmp_path: Path) -> None:
     """Against transformers on a checkpoint whose weights are the dequantised ones."""
     from ringstep.parity.metrics import snr_db
     from ringstep.parity.reference import TransformersReference
 
     home = made / artifact.split("/")[0]
-    tensors = {k: v for k, v in load_file(made / "model/model.safetensors").items()}
+    tensors = load_file(made / "model/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     for name, stored in load_index(home / "onnx/quantised.json").items():
         tensors["lm_head.weight" if "embed" in name else name] = weight_at(home / "onnx", stored).dequantised()
     spec = StepSpec.load(made / artifact)
@@ -215,14 +229,17 @@ def test_a_second_run_redoes_what_changed(copy: Path, capsys: pytest.CaptureFixt
     # An export of the same goes on from here, and keeps them too.
     body = parsed(capsys, "export", "model", "--format", "onnx", "--no-parity", *again[2:])
     assert body["redone"] == [] and "gptq" in stages(copy / "npu")
+    body = parsed(capsys, "export", "model", "--format", "onnx", "--no-parity", "--layout", "append", *again[2:])
+    assert "gptq" in stages(copy / "npu")
     # Other activations: the weights are as they were, the graphs are not.
     (copy / "npu.toml").write_text(NPU + "[activations]\npercentile = 80\nranges.residual = 'percentile'\n")
     body = parsed(capsys, *again, "--format", "qdq")
-    assert {"qdq", "contract", "report"} == set(body["redone"])
+    assert {"graphs", "qdq", "contract", "report"} == set(body["redone"])  # graphs: the layout was another
     (line,) = body["quantised"]["warnings"]
     assert "lose more than 1 % of their values to clipping (/layers." in line
     assert {"gptq", "matmulnbits"} <= set(stages(copy / "npu"))
-    assert "genie-table" not in stages(copy / "npu") and not (copy / "npu/genie").exists()  # it was for another input
+    # Its input is another now.
+    assert "genie-table" not in stages(copy / "npu") and not (copy / "npu/genie").exists()
     # Other weights: what was written of the old ones goes.
     (copy / "npu.toml").write_text(NPU.replace("= 32\ntwo", "= 16\ntwo"))
     body = parsed(capsys, *again, "--format", "qdq")
