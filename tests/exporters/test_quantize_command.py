@@ -57,6 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_tokenizer(write_checkpoint(folder / "model", MODEL), MODEL["vocab_size"])
         (folder / "npu.toml").write_text(NPU)
         (folder / "cpu.toml").write_text(CPU)
+        (folder / "w8.toml").write_text("[weights]\nbits = 8\n")
         (folder / "text.txt").write_text(" ".join(f"w{i % 90 + 4}" for i in range(7, 7000, 7)))
         formats = ["--format", "qdq,gptq,matmulnbits", "--format", "encodings", "--format", "genie-table"]
         assert run("quantize", "model", "--scheme", "npu.toml", "--out", "npu", "-q", *formats, *TEXT, *OPTIONS) == 0
@@ -251,6 +252,35 @@ def test_a_second_run_redoes_what_changed(copy: Path, capsys: pytest.CaptureFixt
     (copy / "npu.toml").write_text(NPU.replace("= 32\ntwo", "= 16\ntwo"))
     body = parsed(capsys, *again, "--format", "qdq")
     assert "round" in body["redone"] and not (copy / "npu/gptq").exists() and not (copy / "npu/matmulnbits").exists()
+
+
+def test_a_compiled_export_stays_compiled(copy: Path, capsys: pytest.CaptureFixture[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The compiler is not asked: what it would write is a word."""
+    from exporters.qnn import CompileReport
+
+    def compiled(onnx: Path, out: Path, *, name: str, **options: Any) -> CompileReport:
+        out.mkdir()
+        (out / f"{name}_ctx.onnx").write_text(str(len(asked)))
+        asked.append(name)
+        return CompileReport((), "sm8750", 1.0, 1, 1, {}, {"MatMul": 1}, "1")
+
+    asked: list[str] = []
+    monkeypatch.setattr("exporters.qnn.compile_context", compiled)
+    same = ["model", "--device", "galaxy-s25", "--scheme", "npu.toml", "--out", "npu", *TEXT, *OPTIONS]
+    export = ["export", *same, "--no-parity"]
+    assert "qnn-decode" in parsed(capsys, *export)["redone"]
+    step = (copy / "npu/step.json").read_text()
+    body = parsed(capsys, "quantize", *same, "--format", "qdq,genie-table")
+    assert "qnn-decode" not in body["redone"] and "contract" not in body["redone"]
+    assert (copy / "npu/step.json").read_text() == step and body["options"]["format"] == "qnn"
+    assert '"qnn/decode_ctx.onnx"' in step and (copy / "npu/qnn/decode_ctx.onnx").is_file()
+    assert parsed(capsys, *export)["redone"] == [] and asked == ["decode"]
+    # As ONNX nothing says what was compiled: it goes, the formats stay.
+    parsed(capsys, *export, "--format", "onnx")
+    assert not (copy / "npu/qnn").exists() and "genie-table" in stages(copy / "npu")
+    # For another chip the graphs are others.
+    assert "qdq" in parsed(capsys, "quantize", *same, "--device", "qcs6490", "--scheme", "w8.toml")["redone"]
 
 
 def test_json_has_sizes_sinks_and_warnings(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
