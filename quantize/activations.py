@@ -182,6 +182,10 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         raise RingstepError(f"tensor {sorted(names)[0]}: values that are not finite during calibration")
     kind = "cache" if cached else next((role[n] for n in sorted(names) if n in role), "other")
     bits = scheme.cache.bits if cached else bits_of(kind, scheme)
+    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
+    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
+    if cached and bits == 16 and chip is not None and chip.arch < 73:
+        bits = 8
     method = getattr(scheme.activations.ranges, kind)
     low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
     if bits == 16:
@@ -189,10 +193,6 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         low, high = HEADROOM * low, HEADROOM * high
     if node is not None:
         low -= MASK_DEPTH  # masked scores lie lower still and are clipped there
-    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
-    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
-    if cached and bits == 16 and chip is not None and chip.arch < 73:
-        bits = 8
     if cached:
         # Symmetric in 8 bits too: zero 128 has 77 dB in the MatMul, another zero 66.
         return from_range(low, high, "uint8" if bits == 8 else "int16", symmetric=True)
