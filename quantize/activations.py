@@ -94,12 +94,15 @@ def groups(graph: ir.Graph) -> dict[str, str]:
 
 
 def roles(graph: ir.Graph) -> dict[str, str]:
-    """The role of each float activation, as Ranges names them."""
+    """The role of each input and computed tensor, as Ranges names them, by what computes with it.
+
+    Moves do not count: decode and prefill move things otherwise.
+    """
     found: dict[str, str] = {}
     for node in graph:
-        for value in node.outputs:
+        for value in node.outputs if node.op_type not in MOVES else ():
             name = str(value.name)
-            readers = [user.op_type for user, _ in value.uses()]
+            readers = readers_of(value)
             if name == "logits":
                 found[name] = "logits"
             elif node.op_type in GATES or any(op in GATES for op in readers):
@@ -113,6 +116,14 @@ def roles(graph: ir.Graph) -> dict[str, str]:
     for value in graph.inputs:
         name = str(value.name)
         found[name] = "cache" if name.startswith("past_") else "residual" if name in ("x", "embedded") else "other"
+    return found
+
+
+def readers_of(value: ir.Value) -> set[str]:
+    """The operators that compute with a value, or with what is moved of it."""
+    found: set[str] = set()
+    for user, _ in value.uses():
+        found |= {user.op_type} if user.op_type not in MOVES else set().union(*map(readers_of, user.outputs))
     return found
 
 
