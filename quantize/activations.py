@@ -96,12 +96,15 @@ def groups(graph: ir.Graph) -> dict[str, str]:
 
 
 def roles(graph: ir.Graph) -> dict[str, str]:
-    """The role of each float activation, as Ranges names them."""
+    """The role of each input and computed tensor, as Ranges names them, by what computes with it.
+
+    Moves do not count: decode and prefill move things otherwise.
+    """
     found: dict[str, str] = {}
     for node in graph:
-        for value in node.outputs:
+        for value in node.outputs if node.op_type not in MOVES else ():
             name = str(value.name)
-            readers = [user.op_type for user, _ in value.uses()]
+            readers = readers_of(value)
             if name == "logits":
                 found[name] = "logits"
             elif node.op_type in GATES or any(op in GATES for op in readers):
@@ -121,6 +124,16 @@ def roles(graph: ir.Graph) -> dict[str, str]:
 def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None,
            sink: Mapping[str, Seen] | None = None) -> dict[str, Activation | None]:  # fmt: skip
     """The encoding of every float activation of a graph; None for one that stays in float.
+def readers_of(value: ir.Value) -> set[str]:
+    """The operators that compute with a value, or with what is moved of it."""
+    found: set[str] = set()
+    for user, _ in value.uses():
+        found |= {user.op_type} if user.op_type not in MOVES else set().union(*map(readers_of, user.outputs))
+    return found
+
+
+def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None) -> dict[str, Activation]:
+    """The encoding of every float activation of a graph.
 
     `sink` is what the sink's own tokens were, where they run through the graph. Raises RingstepError naming a tensor
     that calibration did not see, or saw values in that are not finite.
@@ -199,6 +212,10 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         if far and not end and (chip is None or chip.fp16):
             return None
         whole = merge([whole, own])
+    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
+    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
+    if cached and bits == 16 and chip is not None and chip.arch < 73:
+        bits = 8
     method = getattr(scheme.activations.ranges, kind)
     low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
     if bits == 16:
@@ -206,10 +223,6 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         low, high = HEADROOM * low, HEADROOM * high
     if node is not None:
         low -= MASK_DEPTH  # masked scores lie lower still and are clipped there
-    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
-    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
-    if cached and bits == 16 and chip is not None and chip.arch < 73:
-        bits = 8
     if cached:
         # Symmetric in 8 bits too: zero 128 has 77 dB in the MatMul, another zero 66.
         return from_range(low, high, "uint8" if bits == 8 else "int16", symmetric=True)
