@@ -96,10 +96,13 @@ class Quantised:
         done["report"] = stage_report(self, done).hashes
 
     def grid_of(self, path: str) -> Grid | None:
-        """The grid of a parameter by path."""
-        from quantize.scheme import grid_for
+        """The grid of a parameter by path: what it was rounded to, which under `auto` is more than the scheme says."""
+        from quantize.scheme import EMBEDDING, grid_for
 
-        return grid_for(self.scheme, path)
+        if self.scheme.auto is None or path == EMBEDDING:
+            return grid_for(self.scheme, path)
+        stored = self.weights().get(path)
+        return stored.grid if stored else None
 
     def weights(self) -> dict[str, Stored]:
         """Where the rounded linears lie, by path."""
