@@ -180,7 +180,7 @@ class Quantised:
         line = self.line
         graph = ir.load(self.job.out / "onnx" / FLOAT).graph
         rows = table_of(line.checkpoint, line.plan)
-        if self.scheme.rotate != "none":
+        if line.rotates:
             stream, plain = rotation(line.plan.hidden), rows
             rows = lambda ids: stream.after(plain(ids))
         return Model(line.plan, self.calibration_spec, graph, self.n, line.read, rows)
@@ -224,7 +224,7 @@ class Quantised:
         ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
                   "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
-        options = {"rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
+        options = {"rotate": line.rotates, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:
