@@ -121,9 +121,6 @@ def roles(graph: ir.Graph) -> dict[str, str]:
     return found
 
 
-def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None,
-           sink: Mapping[str, Seen] | None = None) -> dict[str, Activation | None]:  # fmt: skip
-    """The encoding of every float activation of a graph; None for one that stays in float.
 def readers_of(value: ir.Value) -> set[str]:
     """The operators that compute with a value, or with what is moved of it."""
     found: set[str] = set()
@@ -132,8 +129,9 @@ def readers_of(value: ir.Value) -> set[str]:
     return found
 
 
-def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None) -> dict[str, Activation]:
-    """The encoding of every float activation of a graph.
+def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None,
+           sink: Mapping[str, Seen] | None = None) -> dict[str, Activation | None]:  # fmt: skip
+    """The encoding of every float activation of a graph; None for one that stays in float.
 
     `sink` is what the sink's own tokens were, where they run through the graph. Raises RingstepError naming a tensor
     that calibration did not see, or saw values in that are not finite.
