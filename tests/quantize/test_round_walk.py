@@ -29,7 +29,8 @@ def rounded(model: Model, scheme: Scheme) -> dict[str, QuantisedWeight]:
 
 def replaced(model: Model, made: dict[str, QuantisedWeight], layers: int) -> Model:
     """The model with the rounded weights in its first layers."""
-    values = {name: made[name].dequantised() for layer in range(layers) for name in model.sources(layer) if name in made}
+    names = [name for layer in range(layers) for name in model.sources(layer) if name in made]
+    values = {name: made[name].dequantised() for name in names}
     return dataclasses.replace(model, read=lambda s: values[s.name] if s.name in values else model.read(s))
 
 
