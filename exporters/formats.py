@@ -105,7 +105,8 @@ def stage_gptq(own: Quantised, done: Done) -> StageRecord:
             total = write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), read, folder / GPTQ, tick=tick)
         return {"bytes": total}
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["tokenizer"], **done["round"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["tokenizer"], **done["round"],
+              **done.get("rescale", {})}  # fmt: skip
     return line.stage("gptq", inputs, {}, versions("quantize", "exporters/formats.py", *READERS), build)
 
 
@@ -127,7 +128,8 @@ def stage_matmulnbits(own: Quantised, done: Done) -> StageRecord:
             cpu_step(own, home)
         return {"bytes": (home / "onnx" / DATA).stat().st_size}
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["round"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["round"],
+              **done.get("rescale", {})}  # fmt: skip
     inputs |= {**done["calibrate"], **done["tokenizer"]} if beside else {}
     options = {"beside": beside, "label": line.checkpoint.label, "eos": line.checkpoint.eos_ids()}
     return line.stage("matmulnbits", inputs, options, versions(
@@ -148,7 +150,7 @@ def cpu_graphs(own: Quantised, into: Path, scratch: Path) -> None:
     scratch.mkdir()
     # The float graphs refer to files that were never kept: norms, and linears that stay in float, in their places.
     kept = {key(source) for path, source in linears(line.plan).items() if own.grid_of(path) is None}
-    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept)
+    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept, pieces=line.pieces)
     sources = []
     for n in line.chunks:
         sources.append(scratch / graph_file(n))

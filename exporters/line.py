@@ -42,6 +42,7 @@ class Line:
         """
         self.job = job
         self.redone: list[str] = []
+        self.scales: dict[str, np.ndarray] = {}  # what the stage `rescale` found
         precision, self.scheme = find_scheme(job)
         self.device: Device | None = find_target(job, precision, self.scheme)
         self.dtype = "float32" if self.scheme else DTYPES[precision]
@@ -119,19 +120,25 @@ class Line:
 
     @property
     def read(self) -> Callable[[Source], np.ndarray]:
-        """A parameter of the plan in float32: the checkpoint's, or where the scheme rotates, what that makes of it."""
-        return self.weights[1]
+        """A parameter of the plan in float32: the checkpoint's, or what rotating and rescaling have made of it."""
+        if not self.scales:
+            return self.weights[1]
+        from quantize.folding.rescale import rescaled
+
+        return rescaled(self.weights[1], self.scales)
 
     @property
     def rotates(self) -> bool:
         """Whether the plan's weights are rotated ones."""
-        return self.read != self.read_original
+        return self.weights[1] != self.read_original
 
     def pieces(self, source: Source) -> Iterator[np.ndarray]:
-        """The parameter in float32, a few rows at a time; whole where the scheme rotates."""
+        """The parameter in float32, a few rows at a time; whole where the scheme rotates, or rescales it."""
+        from quantize.folding.rescale import changes
         from recipes.weights import pieces
 
-        return iter([self.read(source)]) if self.rotates else pieces(self.checkpoint, source)
+        whole = self.rotates or changes(self.scales, source)
+        return iter([self.read(source)]) if whole else pieces(self.checkpoint, source)
 
     @cached_property
     def spec(self) -> StepSpec:

@@ -1,7 +1,7 @@
 """The stages of quantised weights, between the tokenizer and the compiler.
 
-    graphs (float, no weights) ─▶ calibrate ─▶ round ─┬▶ qdq ─▶ step.json, a compiler
-                                                      └▶ gptq, matmulnbits, encodings, genie-table (formats.py)
+    graphs (float, no weights) ─▶ rescale ─▶ calibrate ─▶ round ─┬▶ qdq ─▶ step.json, a compiler
+                                                                 └▶ gptq, matmulnbits, ... (formats.py)
 
 Their results: onnx/quantised.bin and embedding.bin, onnx/decode.onnx and prefill_N.onnx in QDQ form, and in quantize/
 what calibration saw, the encodings, sinks and sizes.
@@ -75,9 +75,12 @@ class Quantised:
     def run(self, done: dict[str, dict[str, str]]) -> None:
         """Run the stages up to the graphs in order, adding what each wrote to `done`."""
         from exporters.formats import stage_matmulnbits
+        from exporters.rescaled import stage_rescale
         from exporters.rounded import stage_round
 
         done["graphs"] = self.stage_graphs().hashes
+        if self.scheme.rescale != "none":
+            done["rescale"] = stage_rescale(self, done).hashes
         done["calibrate"] = self.stage_calibrate(done).hashes
         done["round"] = stage_round(self, done).hashes
         if self.graphs == "qdq":
@@ -171,7 +174,11 @@ class Quantised:
 
     @cached_property
     def model(self) -> Model:
-        """The float model by blocks."""
+        """The float model by blocks, to be asked for once its weights are final."""
+        return self.open_model()
+
+    def open_model(self) -> Model:
+        """The float model by blocks, with the weights that the line reads by now."""
         import onnx_ir as ir
 
         from quantize.folding.rotate import rotation
@@ -189,6 +196,11 @@ class Quantised:
     def texts(self) -> list[list[int]]:
         """Calibration's sequences of ids, the first token of each among them: n * k + 1 ids."""
         return calibration_texts(self.line, self.n)
+
+    @cached_property
+    def texts_hash(self) -> str:
+        """What a stage that reads the texts depends on."""
+        return hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -220,10 +232,9 @@ class Quantised:
 
     def stage_calibrate(self, done: dict[str, dict[str, str]]) -> Any:
         """quantize/calibration.npz: what every tensor's values were, sinks, and the sink prefix in float."""
-        line, texts = self.line, self.texts
-        ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
-                  "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
+        line = self.line
+        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": self.texts_hash,
+                  "graph": done["graphs"][f"onnx/{FLOAT}"], **done.get("rescale", {})}  # fmt: skip
         options = {"rotate": line.rotates, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
@@ -319,7 +330,7 @@ class Quantised:
             return {"activations": len(body), "float": len(every) - len(body), "clipped": cut}
 
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
-                  **done["round"]}  # fmt: skip
+                  **done["round"], **done.get("rescale", {})}  # fmt: skip
         options = {"chip": self.chip.name if self.chip else None, **describe(self.scheme)}
         return line.stage("qdq", inputs, options, versions(
             "quantize", "exporters/quantised.py", "exporters/formats.py", *READERS, libraries=("onnx-ir",)), build)

@@ -51,7 +51,8 @@ def stage_round(own: Quantised, done: dict[str, dict[str, str]]) -> Any:
             save_index(folder / "onnx" / INDEX, writer.index)
         return facts | {"bytes": (folder / "onnx" / DATA).stat().st_size}
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
+              **done.get("rescale", {})}  # fmt: skip
     scheme = {key: value for key, value in describe(own.scheme).items() if key not in APART}
     return line.stage("round", inputs, scheme, versions(
         "quantize", "recipes", "ringstep/session.py", "exporters/rounded.py", *READERS, libraries=("torch",)), build)

@@ -7,7 +7,7 @@ rows up in (and that a tied head shares); index.json says where each parameter l
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipes.plan import Plan, Source
-from recipes.weights import key, pieces, sources
+from recipes.weights import key, sources
+from recipes.weights import pieces as plain
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import DTYPE_BYTES, DType
 from ringstep.errors import RingstepError
@@ -33,12 +34,14 @@ class Placed:
 
 
 def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None,
-                  matrices: Collection[str] | None = None) -> int:  # fmt: skip
+                  matrices: Collection[str] | None = None,
+                  pieces: Callable[[Source], Iterable[np.ndarray]] | None = None) -> int:  # fmt: skip
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
     `tick(bytes)` is called as parameters are written. The places of other matrices than `matrices` (by key; None: all)
-    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. Raises
-    RingstepError naming a tensor with values that are not finite, or that float16 cannot hold.
+    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. `pieces` gives
+    other values than the checkpoint's. Raises RingstepError naming a tensor with values that are not finite, or that
+    float16 cannot hold.
     """
     index: dict[str, Any] = {}
     total = 0
@@ -52,7 +55,7 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
                 file.truncate(file.tell() + int(np.prod(source.out_shape)) * DTYPE_BYTES[dtype])
                 file.seek(0, 2)
                 continue
-            for piece in pieces(checkpoint, source):
+            for piece in pieces(source) if pieces else plain(checkpoint, source):
                 total += _write(file, piece, dtype, source)
                 if tick:
                     tick(piece.size * DTYPE_BYTES[dtype])

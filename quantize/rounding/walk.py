@@ -45,7 +45,8 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
     """Round all linears and the head: keep(path, name, weight) takes each as it is done.
 
     `sequences` are ids that follow the sink prefix, whose entries are given. A linear that stays in float is not
-    kept. Raises RingstepError naming a tensor that cannot be rounded.
+    kept. With a sequential scheme a layer's Hessians are those of its float weights on what the rounded layers before
+    it hand on. Raises RingstepError naming a tensor that cannot be rounded.
     """
     # Rounding to nearest looks at no text.
     every = [path for layer in range(len(model.plan.layers)) for path, _ in model.sources(layer).values()]
@@ -55,14 +56,21 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
         session, engine = model.open_layer(layer)
         engine.hook = hessians = Hessians(engine.block)
         entries = {k: array for k, array in prefix.items() if k[0] == layer} or None
-        for i, rows in enumerate(states):
-            states[i] = through(session, rows, entries)
+        after = []
+        for rows in states:
+            after.append(through(session, rows, entries))
             tick(len(rows))
         for name, (path, _) in model.sources(layer).items():
             if name in hessians.inputs:
                 made = round_one(path, name, engine.weights[name], hessians, scheme)
                 if made is not None:
                     keep(path, name, made)
+                    if scheme.sequential:
+                        engine.weights[name] = torch.from_numpy(made.dequantised())
+        if scheme.sequential:
+            engine.hook = None
+            after = [through(session, rows, entries) for rows in states]
+        states = after
     block, sources = model.head(), head_sources(model.plan)
     norm, name = key(sources["norm.weight"]), key(sources["lm_head.weight"])
     weight = model.weight(name, sources["lm_head.weight"])
