@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quantize.store import Stored
 
 CHUNK = 128  # tokens that calibration computes at once
+RANGED = 16384  # tokens that ranges are found on; what more there is serves the rounding of weights
 FOLDER = "quantize"
 NPZ, ACTIVATIONS, ENCODINGS = f"{FOLDER}/calibration.npz", f"{FOLDER}/activations.json", f"{FOLDER}/encodings.json"
 TABLE = f"{FOLDER}/embedding.json"
@@ -265,6 +266,7 @@ class Quantised:
             # Texts have no more than their first token in common.
             console.warn(f"{count} leading positions carry massive activations; the sink prefix holds the first")
             count = 1
+        texts = texts[: -(-RANGED // (len(texts[0]) - 1))]
         # The first token is computed apart, whether or not its entries are shipped: it is in no range of the rest.
         sequences = [ids[1:] if count else ids[:-1] for ids in texts]
         with console.progress("calibrating", (layers + 1) * sum(map(len, sequences))) as tick:

@@ -1,4 +1,4 @@
-"""Rescaling input channels: the float model stays as it is, and what rounding costs goes down where channels are loud."""
+"""Scales by activations: the float model stays what it was, and the loud channels err less."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_squares_are_those_of_the_text_after_the_prefix(monkeypatch: pytest.Monk
     assert find(model, SEQUENCES, PREFIX, SCHEME) == {}
     want = np.zeros(64)
     for ids in SEQUENCES:
-        session, engine = model.open_layer(0)
+        session, _ = model.open_layer(0)
         rows = through(session, model.embedded([*PREFIX, *ids]), None)
         assert len(rows) == 17
         x = model.embedded(ids).astype(np.float64)
