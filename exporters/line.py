@@ -23,7 +23,7 @@ from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import DTYPE_BYTES, StepSpec
 from ringstep.devices import Device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, run_stage
+from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, remove_output, run_stage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -334,7 +334,7 @@ class Line:
         current = {self.manifest.checkpoint["sha256"], *flat(done).values()}
         for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
             record = self.manifest.stages[name]
-            wanted = alike and (adding or name in FORMATS)
+            wanted = name in FORMATS or (alike and adding)
             if wanted and set(record.inputs.values()) <= current and intact(self.manifest, record):
                 current.update(record.hashes.values())
                 continue
@@ -342,7 +342,7 @@ class Line:
             kept = {path for other in self.manifest.stages.values() for path in other.outputs}
             for path in record.outputs:
                 if path not in kept:
-                    self.manifest.path(path).unlink(missing_ok=True)
+                    remove_output(self.manifest, path)
         self.manifest.save()
         return current
 

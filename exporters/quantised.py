@@ -189,9 +189,14 @@ class Quantised:
 
     @property
     def sequences(self) -> list[list[int]]:
-        """The same as calibration computes them: after the sink prefix, whole chunks of n."""
-        skip = 1 if self.calibration.prefix else 0
+        """The same as weights are rounded on: after the sink prefix where it is shipped, whole chunks of n."""
+        skip = 1 if self.entries else 0
         return [ids[skip : skip + len(ids) - 1] for ids in self.texts]
+
+    @property
+    def entries(self) -> dict[tuple[int, str], np.ndarray]:
+        """The sink prefix's keys and values where it is shipped; else the first token is part of every text."""
+        return self.calibration.entries if self.scheme.sink_prefix == "auto" else {}
 
     @property
     def chunks(self) -> list[list[int]]:
@@ -205,9 +210,9 @@ class Quantised:
         from quantize.fake import logits
         from ringstep.parity.metrics import snr_db
 
-        entries, pairs = self.calibration.entries, []
+        pairs = []
         for ids in texts:
-            pairs.append([logits(self.model, ids, entries, chosen, None) for chosen in (lambda _: None, weight)])
+            pairs.append([logits(self.model, ids, self.entries, chosen, None) for chosen in (lambda _: None, weight)])
         return snr_db(np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs]))
 
     def stage_calibrate(self, done: dict[str, dict[str, str]]) -> Any:
@@ -216,7 +221,7 @@ class Quantised:
         ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
                   "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
-        options = {"sink_prefix": self.scheme.sink_prefix, "rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
+        options = {"rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:
@@ -241,12 +246,12 @@ class Quantised:
         layers, texts = len(self.line.plan.layers), self.texts
         with console.progress("looking for attention sinks", layers * self.n) as tick:
             sinks = find_sinks(self.model, texts[0][: self.n], tick)
-        count = leading(sinks) if self.scheme.sink_prefix == "auto" else 0
+        count = leading(sinks)
         if count > 1:
             # Texts have no more than their first token in common.
             console.warn(f"{count} leading positions carry massive activations; the sink prefix holds the first")
             count = 1
-        # With a prefix the first token is computed apart; without, it is part of the text.
+        # The first token is computed apart, whether or not its entries are shipped: it is in no range of the rest.
         sequences = [ids[1:] if count else ids[:-1] for ids in texts]
         with console.progress("calibrating", (layers + 1) * sum(map(len, sequences))) as tick:
             found = calibrate(self.model, sequences, texts[0][:count], tick)
@@ -294,19 +299,21 @@ class Quantised:
             found.seen["x"] = Seen(-largest, largest)
             small = {key(s): line.read(s) for s in sources(line.plan) if len(s.out_shape) == 1}
             index = load_index(home / INDEX)
-            every: dict[str, Activation] = {}
+            every: dict[str, Activation | None] = {}
             cut: dict[str, float] = {}
             for n in line.chunks:
                 model = ir.load(home / float_file(n))
-                own = encode(model.graph, found.seen, self.scheme, self.chip)
+                sink = found.sink if self.scheme.sink_prefix == "off" else None
+                own = encode(model.graph, found.seen, self.scheme, self.chip, sink)
                 every |= own
                 cut |= clipped(model.graph, found.seen, own)
                 ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
-            body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)} for name, a in sorted(every.items())}
+            body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)}
+                    for name, a in sorted(every.items()) if a is not None}  # fmt: skip
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")
             with console.progress("writing encodings"):
                 write_encodings(folder / ENCODINGS, dict(sorted(every.items())), weight_encodings(home, index))
-            return {"activations": len(every), "clipped": cut}
+            return {"activations": len(body), "float": len(every) - len(body), "clipped": cut}
 
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
                   **done["round"]}  # fmt: skip

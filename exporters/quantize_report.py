@@ -28,6 +28,7 @@ WEIGHT_FILES = {
 
 def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord:
     """quantize/sizes.json: what each format's weights take; quantize/report.json: sinks, prefix and warnings."""
+    formats = [name for name in own.formats if name in WEIGHT_FILES]
 
     def build(folder: Path) -> dict[str, Any]:
         from quantize.report import warnings
@@ -35,12 +36,11 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
 
         (folder / SIZES).parent.mkdir()
         sizes = {}
-        for name in own.formats:
-            if name in WEIGHT_FILES:
-                own_sizes, storage = sizes_of(own, name)
-                sizes[name] = as_json(own_sizes, storage) | {
-                    "rows": [list(row) for row in rows(own_sizes)], "file_bytes": file_bytes(own, name),
-                }  # fmt: skip
+        for name in formats:
+            own_sizes, storage = sizes_of(own, name)
+            sizes[name] = as_json(own_sizes, storage) | {
+                "rows": [list(row) for row in rows(own_sizes)], "file_bytes": file_bytes(own, name),
+            }  # fmt: skip
         (folder / SIZES).write_text(json.dumps(sizes, indent=1) + "\n")
         found, cut = own.calibration, {}
         if "qdq" in done:
@@ -56,9 +56,9 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
         (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n")
         return {"warnings": len(lines)}
 
-    names = ("tokenizer", "calibrate", "round", *own.formats)
+    names = ("tokenizer", "calibrate", "round", *formats)
     inputs = {f"{name}/{file}": sha for name in names for file, sha in done.get(name, {}).items()}
-    return own.line.stage("report", inputs, {"formats": list(own.formats), "scheme": own.scheme.name},
+    return own.line.stage("report", inputs, {"formats": formats, "scheme": own.scheme.name},
                           versions("quantize", "exporters/quantize_report.py"), build)  # fmt: skip
 
 

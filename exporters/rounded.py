@@ -91,7 +91,7 @@ def round_all(own: Quantised, keep: Callable[[str, str, QuantisedWeight], None])
     sequences = own.sequences
     total = len(own.line.plan.layers) * sum(map(len, sequences))
     with console.progress("rounding weights", total) as tick:
-        round_weights(own.model, sequences, own.calibration, own.scheme, keep, tick)
+        round_weights(own.model, sequences, own.entries, own.scheme, keep, tick)
 
 
 def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, A
     lows = {path: name for name, (path, _) in sources.items() if index[name].grid.bits == low}
     texts = own.chunks
     with console.progress("how much each linear matters", 2 * SAMPLES * len(line.plan.layers)) as tick:
-        energy, _ = noise(own.model, texts[:SAMPLES], own.calibration,
+        energy, _ = noise(own.model, texts[:SAMPLES], own.entries,
                           lambda n: weight_at(home, index[n]).dequantised() if n in sources else None, tick)
     by_path = {path: energy[name] for path, name in lows.items()}
     grids = {path: grid_for(raised(own.scheme, [path], high), path) for path in lows}

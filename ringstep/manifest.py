@@ -341,7 +341,7 @@ def _commit(manifest: Manifest, record: StageRecord, temporary: Path) -> None:
     dataclasses.replace(manifest, stages=kept | {record.name: record})._write(written)
     with _uninterrupted():
         for name in stale:
-            _remove_output(manifest, name)
+            remove_output(manifest, name)
         for name in record.outputs:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(temporary / name, folder / name)
@@ -411,7 +411,8 @@ def _is_disk_full(error: Exception, folder: Path) -> bool:
     return not isinstance(error, RingstepError) and shutil.disk_usage(folder).free < 1 << 20
 
 
-def _remove_output(manifest: Manifest, name: str) -> None:
+def remove_output(manifest: Manifest, name: str) -> None:
+    """Delete a recorded file, and the folders that it leaves empty."""
     path = manifest.path(name)
     path.unlink(missing_ok=True)
     for parent in path.relative_to(manifest.folder).parents[:-1]:

@@ -86,19 +86,21 @@ def sylvester(order: int) -> Matrix:
     matrix: Matrix = np.ones((1, 1))
     while len(matrix) < order:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(order)
+    made: Matrix = matrix / np.sqrt(order)
+    return made
 
 
 def paley(order: int) -> Matrix | None:
     """Paley's normalised Hadamard matrix (1933) from the squares modulo a prime, None where there is no such prime."""
     if prime(order - 1) and order % 4 == 0:
-        matrix = np.eye(order) + conference(order - 1, -1.0)
+        matrix: Matrix = np.eye(order) + conference(order - 1, -1.0)
     elif order % 4 == 0 and prime(order // 2 - 1) and order // 2 % 4 == 2:
-        matrix = np.kron(conference(order // 2 - 1, 1.0), [[1.0, 1.0], [1.0, -1.0]])
-        matrix += np.kron(np.eye(order // 2), [[1.0, -1.0], [-1.0, -1.0]])
+        matrix = np.kron(conference(order // 2 - 1, 1.0), np.array([[1.0, 1.0], [1.0, -1.0]]))
+        matrix += np.kron(np.eye(order // 2), np.array([[1.0, -1.0], [-1.0, -1.0]]))
     else:
         return None
-    return matrix / np.sqrt(order)
+    made: Matrix = matrix / np.sqrt(order)
+    return made
 
 
 def conference(p: int, corner: float) -> Matrix:

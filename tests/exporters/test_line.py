@@ -160,7 +160,7 @@ def test_failed_proof_leaves_with_1_and_again(
         "engine": "ort", "simulated": False, "reference": "r", "dtype": "float32", "activations": "native",
         "tokens": 1, "snr_db": {"min": 1.0, "median": 1.0, "max": 1.0}, "top1": 0.0, "ambiguous": 0, "different": 1,
         "top5": 0.0, "kl": {"mean": 1.0, "max": 1.0}, "caches_db": None, "threshold_db": 90.0, "passed": False,
-        "failures": ["logits 1.0 dB at position 0, below 90 dB"],
+        "scheme": "", "failures": ["logits 1.0 dB at position 0, below 90 dB"],
     }  # fmt: skip
     report = {"summary": summary, "positions": list[Any](), "caches": list[Any](), "answer": None}
     monkeypatch.setattr(exporters.prove, "prove", lambda *args, **options: [report])

@@ -57,6 +57,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         write_tokenizer(write_checkpoint(folder / "model", MODEL), MODEL["vocab_size"])
         (folder / "npu.toml").write_text(NPU)
         (folder / "cpu.toml").write_text(CPU)
+        (folder / "w8.toml").write_text("[weights]\nbits = 8\n")
         (folder / "text.txt").write_text(" ".join(f"w{i % 90 + 4}" for i in range(7, 7000, 7)))
         formats = ["--format", "qdq,gptq,matmulnbits", "--format", "encodings", "--format", "genie-table"]
         assert run("quantize", "model", "--scheme", "npu.toml", "--out", "npu", "-q", *formats, *TEXT, *OPTIONS) == 0
@@ -113,12 +114,26 @@ def test_every_format_has_the_rounded_numbers(artifact: str, made: Path) -> None
 
 @pytest.mark.parametrize("artifact", ["npu/matmulnbits", "cpu"])
 def test_cpu_graphs_compute_the_rounded_model(artifact: str, made: Path, tmp_path: Path) -> None:
+    same_as_dequantised(made, artifact, tmp_path)
+
+
+def test_linears_left_in_float_are_the_checkpoints(copy: Path, tmp_path: Path) -> None:
+    floats = "[[override]]\npattern = '*.1.mlp.down_proj'\ndtype = 'float16'\n"
+    (copy / "cpu.toml").write_text(CPU.replace("[head]\nbits = 4\nblock = 32\nsymmetric = false",
+                                               "[head]\ndtype = 'float16'") + floats)  # fmt: skip
+    assert run("quantize", "model", "--scheme", "cpu.toml", "--out", "cpu", "-q", *TEXT, *OPTIONS) == 0
+    assert len(load_index(copy / "cpu/onnx/quantised.json")) == 13
+    same_as_dequantised(copy, "cpu", tmp_path)
+
+
+def same_as_dequantised(made: Path, artifact: str, tmp_path: Path) -> None:
     """Against transformers on a checkpoint whose weights are the dequantised ones."""
     from ringstep.parity.metrics import snr_db
     from ringstep.parity.reference import TransformersReference
 
     home = made / artifact.split("/")[0]
-    tensors = {k: v for k, v in load_file(made / "model/model.safetensors").items()}
+    tensors = load_file(made / "model/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     for name, stored in load_index(home / "onnx/quantised.json").items():
         tensors["lm_head.weight" if "embed" in name else name] = weight_at(home / "onnx", stored).dequantised()
     spec = StepSpec.load(made / artifact)
@@ -153,10 +168,17 @@ def test_sizes_are_those_on_disk(made: Path) -> None:
         sizes = json.loads((made / artifact / "quantize/sizes.json").read_text())
         assert set(sizes) == formats
         for name, body in sizes.items():
-            file = body["file_bytes"]
-            # What a table does not count: alignment, a header, g_idx, and norms in a QDQ graph.
-            slack = 64 * 70 + (12_000 if name == "gptq" else 0) + (1 << 12)
-            assert body["bytes"] - 2 * 64 * 5 <= file <= body["bytes"] + slack, (artifact, name, file, body["bytes"])
+            file, floats = body["file_bytes"], sum(p["bytes"] for p in body["parameters"] if len(p["shape"]) == 1)
+            if name == "gptq":
+                raw = (made / artifact / "gptq/model.safetensors").read_bytes()
+                file -= 8 + int.from_bytes(raw[:8], "little")  # the header
+                file -= 4 * sum(p["shape"][1] for p in body["parameters"][1:] if len(p["shape"]) == 2)  # g_idx
+                assert file == body["bytes"], artifact
+            else:
+                # Norms are in the QDQ graph itself, and arrays begin at multiples of 64 bytes.
+                aligned = 64 * 3 * len(body["parameters"])
+                least = body["bytes"] - (floats if name == "qdq" else 0)
+                assert least <= file < least + aligned, (artifact, name, file, least)
             assert body["bytes"] == sum(p["bytes"] for p in body["parameters"])
     head = next(p for p in sizes["gptq"]["parameters"] if p["path"] == "head")
     assert head["stored"] == "uint4 x 32" and head["bits"] == 4 + (16 + 4) / 32
@@ -215,18 +237,50 @@ def test_a_second_run_redoes_what_changed(copy: Path, capsys: pytest.CaptureFixt
     # An export of the same goes on from here, and keeps them too.
     body = parsed(capsys, "export", "model", "--format", "onnx", "--no-parity", *again[2:])
     assert body["redone"] == [] and "gptq" in stages(copy / "npu")
+    body = parsed(capsys, "export", "model", "--format", "onnx", "--no-parity", "--layout", "append", *again[2:])
+    assert "gptq" in stages(copy / "npu")
     # Other activations: the weights are as they were, the graphs are not.
     (copy / "npu.toml").write_text(NPU + "[activations]\npercentile = 80\nranges.residual = 'percentile'\n")
     body = parsed(capsys, *again, "--format", "qdq")
-    assert {"qdq", "contract", "report"} == set(body["redone"])
+    assert {"graphs", "qdq", "contract", "report"} == set(body["redone"])  # graphs: the layout was another
     (line,) = body["quantised"]["warnings"]
     assert "lose more than 1 % of their values to clipping (/layers." in line
     assert {"gptq", "matmulnbits"} <= set(stages(copy / "npu"))
-    assert "genie-table" not in stages(copy / "npu") and not (copy / "npu/genie").exists()  # it was for another input
+    # Its input is another now.
+    assert "genie-table" not in stages(copy / "npu") and not (copy / "npu/genie").exists()
     # Other weights: what was written of the old ones goes.
     (copy / "npu.toml").write_text(NPU.replace("= 32\ntwo", "= 16\ntwo"))
     body = parsed(capsys, *again, "--format", "qdq")
     assert "round" in body["redone"] and not (copy / "npu/gptq").exists() and not (copy / "npu/matmulnbits").exists()
+
+
+def test_a_compiled_export_stays_compiled(copy: Path, capsys: pytest.CaptureFixture[str],
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The compiler is not asked: what it would write is a word."""
+    from exporters.qnn import CompileReport
+
+    def compiled(onnx: Path, out: Path, *, name: str, **options: Any) -> CompileReport:
+        out.mkdir()
+        (out / f"{name}_ctx.onnx").write_text(str(len(asked)))
+        asked.append(name)
+        return CompileReport((), "sm8750", 1.0, 1, 1, {}, {"MatMul": 1}, "1")
+
+    asked: list[str] = []
+    monkeypatch.setattr("exporters.qnn.compile_context", compiled)
+    same = ["model", "--device", "galaxy-s25", "--scheme", "npu.toml", "--out", "npu", *TEXT, *OPTIONS]
+    export = ["export", *same, "--no-parity"]
+    assert "qnn-decode" in parsed(capsys, *export)["redone"]
+    step = (copy / "npu/step.json").read_text()
+    body = parsed(capsys, "quantize", *same, "--format", "qdq,genie-table")
+    assert "qnn-decode" not in body["redone"] and "contract" not in body["redone"]
+    assert (copy / "npu/step.json").read_text() == step and body["options"]["format"] == "qnn"
+    assert '"qnn/decode_ctx.onnx"' in step and (copy / "npu/qnn/decode_ctx.onnx").is_file()
+    assert parsed(capsys, *export)["redone"] == [] and asked == ["decode"]
+    # As ONNX nothing says what was compiled: it goes, the formats stay.
+    parsed(capsys, *export, "--format", "onnx")
+    assert not (copy / "npu/qnn").exists() and "genie-table" in stages(copy / "npu")
+    # For another chip the graphs are others.
+    assert "qdq" in parsed(capsys, "quantize", *same, "--device", "qcs6490", "--scheme", "w8.toml")["redone"]
 
 
 def test_json_has_sizes_sinks_and_warnings(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
