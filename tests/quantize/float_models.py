@@ -12,18 +12,21 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import torch
 from random_models import LLAMA, QWEN3, save_model
 
 from exporters.onnx import export_graphs
 from exporters.weights import load_index, write_weights
+from quantize.calibrate import Calibration, calibrate
 from quantize.model import Model, table_of
 from recipes import plan_for
 from recipes.plan import Options
 from recipes.step import step_spec
-from recipes.weights import read
+from recipes.weights import key, read, sources
 from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import StepSpec
+from ringstep.engines.base import Arrays
 from sanitize.command import sanitize_file
 
 CONTEXT, N = 48, 8
@@ -52,10 +55,15 @@ def checkpoint_of(name: str) -> Checkpoint:
 
 
 @functools.cache
+def graphs_of(name: str) -> tuple[StepSpec, dict[int, ir.Model]]:
+    """A checkpoint's decode graph and its graph of N tokens; tracing is slow, so every test shares them."""
+    return build(checkpoint_of(name), FOLDER / f"{name}-graphs", chunks=(1, N))
+
+
 def traced(name: str, n: int = N) -> tuple[StepSpec, ir.Model]:
-    """A checkpoint's graph of n tokens; tracing is slow, so every test shares it."""
-    spec, models = build(checkpoint_of(name), FOLDER / f"{name}-{n}", chunks=(n,))
-    return spec, models[n]
+    """The contract of one graph, and the graph."""
+    spec, models = graphs_of(name)
+    return dataclasses.replace(spec, graphs=(spec.graph(n),)), models[n]
 
 
 def build(checkpoint: Checkpoint, folder: Path, *, context: int = CONTEXT, chunks: tuple[int, ...] = (N,),
@@ -92,3 +100,59 @@ def with_read(model: Model, name: str, change: Any) -> Model:
         return change(values) if source.name == name else values
 
     return dataclasses.replace(model, read=changed)
+
+
+class Recorder:
+    """An engine over the whole float graph in ONNX Runtime that notes every tensor's values."""
+
+    name = "recorder"
+
+    def __init__(self, model: Model, graph: ir.Graph | None = None) -> None:
+        # A copy by way of the file format: the shared graph keeps its holes.
+        copy = ir.from_proto(ir.to_proto(traced_without_data(graph or model.graph)))
+        values = {key(s): model.read(s) for s in sources(model.plan)}
+        for name, value in copy.graph.initializers.items():
+            if name in values:
+                value.const_value = ir.tensor(values[name], name=name)
+        self.kinds = {str(v.name): node.op_type for node in copy.graph for v in node.outputs}
+        have = {v.name for v in copy.graph.outputs}
+        copy.graph.outputs.extend(v for node in copy.graph for v in node.outputs if v.name not in have)
+        raw = ir.to_proto(copy).SerializeToString()
+        self.session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
+        self.seen: dict[str, list[np.ndarray]] = {}
+        self.on = True
+
+    def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
+        names = [o.name for o in self.session.get_outputs()]
+        made = dict(zip(names, (np.asarray(v) for v in self.session.run(names, dict(inputs))), strict=True))
+        for name, array in outputs.items():
+            array[...] = made[name]
+        for name, array in (made | {"x": inputs["x"]}).items() if self.on else ():
+            self.seen.setdefault(name, []).append(array.copy())
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def traced_without_data(graph: ir.Graph) -> ir.Model:
+    """The graph as a model whose weights are inline zeros."""
+    copy = ir.Model(graph.clone(), ir_version=11)
+    for name, value in copy.graph.initializers.items():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            shape = value.const_value.shape.numpy()
+            value.const_value = ir.tensor(np.zeros(shape, value.const_value.dtype.numpy()), name=name)
+    return copy
+
+
+@functools.cache
+def texts(vocab: int, count: int = 3, length: int = 32) -> list[list[int]]:
+    found = np.random.default_rng(5).integers(0, vocab, (count, length + 1))
+    found[:, 0] = 7
+    return [[int(i) for i in row] for row in found]
+
+
+@functools.cache
+def calibrated(name: str, skip: int) -> Calibration:
+    model = model_of(name)
+    every = texts(model.plan.vocab)
+    return calibrate(model, [ids[skip : len(ids) - 1 + skip] for ids in every], every[0][:skip])

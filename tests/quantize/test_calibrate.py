@@ -8,71 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import onnxruntime
 import pytest
-from float_models import model_of, with_read
+from float_models import Recorder, calibrated, model_of, texts, with_read
 
 import quantize.calibrate
 from quantize.activations import MOVES
 from quantize.calibrate import Calibration, Sink, calibrate, constant, find_sinks, leading, load, save
 from quantize.model import Model
 from quantize.observe import BINS, Seen
-from recipes.weights import key, sources
-from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError
 from ringstep.session import DecodeSession
 
 NAMES = ("llama", "gemma3", "spark")
-
-
-class Recorder:
-    """An engine over the whole float graph in ONNX Runtime that notes every tensor's values."""
-
-    name = "recorder"
-
-    def __init__(self, model: Model) -> None:
-        # A copy by way of the file format: the shared graph keeps its holes.
-        copy = ir.from_proto(ir.to_proto(traced_without_data(model.graph)))
-        values = {key(s): model.read(s) for s in sources(model.plan)}
-        for name, value in copy.graph.initializers.items():
-            if name in values:
-                value.const_value = ir.tensor(values[name], name=name)
-        self.kinds = {str(v.name): node.op_type for node in copy.graph for v in node.outputs}
-        have = {v.name for v in copy.graph.outputs}
-        copy.graph.outputs.extend(v for node in copy.graph for v in node.outputs if v.name not in have)
-        raw = ir.to_proto(copy).SerializeToString()
-        self.session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
-        self.seen: dict[str, list[np.ndarray]] = {}
-        self.on = True
-
-    def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
-        names = [o.name for o in self.session.get_outputs()]
-        made = dict(zip(names, (np.asarray(v) for v in self.session.run(names, dict(inputs))), strict=True))
-        for name, array in outputs.items():
-            array[...] = made[name]
-        for name, array in (made | {"x": inputs["x"]}).items() if self.on else ():
-            self.seen.setdefault(name, []).append(array.copy())
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-def traced_without_data(graph: ir.Graph) -> ir.Model:
-    """The graph as a model whose weights are inline zeros."""
-    copy = ir.Model(graph.clone(), ir_version=11)
-    for name, value in copy.graph.initializers.items():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            shape = value.const_value.shape.numpy()
-            value.const_value = ir.tensor(np.zeros(shape, value.const_value.dtype.numpy()), name=name)
-    return copy
-
-
-@functools.cache
-def texts(vocab: int, count: int = 3, length: int = 32) -> list[list[int]]:
-    found = np.random.default_rng(5).integers(0, vocab, (count, length + 1))
-    found[:, 0] = 7
-    return [[int(i) for i in row] for row in found]
 
 
 @functools.cache
@@ -97,17 +44,11 @@ def recorded(name: str, skip: int) -> tuple[dict[str, list[np.ndarray]], dict[st
     return engine.seen, engine.kinds, first
 
 
-def calibrated(name: str, skip: int) -> Calibration:
-    model = model_of(name)
-    every = texts(model.plan.vocab)
-    return calibrate(model, [ids[skip : len(ids) - 1 + skip] for ids in every], every[0][:skip])
-
-
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges_are_what_onnx_runtime_computes(name: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize.calibrate, "HEAD_ROWS", 70)  # the vocabulary comes in pieces
-    found = calibrated(name, skip)
+    found = calibrated.__wrapped__(name, skip)  # afresh, in pieces
     want, kinds, first = recorded(name, skip)
     assert found.tokens == 3 * 32 and found.prefix == tuple(texts(1 << 5)[0][:skip])
     rotary = {n for n in found.seen if n.startswith(("cos_", "sin_"))}
