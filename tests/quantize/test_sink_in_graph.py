@@ -28,7 +28,8 @@ def test_what_a_sink_overflows_stays_in_float() -> None:
     assert made[LOUD] is None
     wide, before = made[WIDER], plain[WIDER]
     assert wide is not None and before is not None
-    assert np.isclose(wide.encoding.scale * 65535 / 2, 1.5 * near, rtol=0.01) and wide.encoding.scale > before.encoding.scale
+    assert np.isclose(wide.encoding.scale * 65535 / 2, 1.5 * near, rtol=0.01)
+    assert wide.encoding.scale > before.encoding.scale
     # Caches hold the sink's entries already, and what is an input or output stays in integers.
     assert made["new_key_0"] == plain["new_key_0"] and made["logits"] == plain["logits"]
     changed = {name for name in made if made[name] != plain[name]}
