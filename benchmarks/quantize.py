@@ -4,14 +4,15 @@
     fake       and activations rounded to their encodings, still in torch floats
     simulated  the compiled binary on Qualcomm's HTP simulator (with --simulate; minutes a scheme)
 
-The text is quantize/texts/heldout.txt, 512 tokens that calibration never sees. SNR is of the logits of all positions as one
-signal; KL and top-1 are means over positions; perplexity is of the text's own next tokens. The first token's keys and
-values come from float32 (the sink prefix) except where a row says "no prefix".
+The text is quantize/texts/heldout.txt, 512 tokens that calibration never sees. SNR is of the logits of all positions
+as one signal; KL and top-1 are means over positions; perplexity is of the text's own next tokens. The first token's
+keys and values come from float32 (the sink prefix) except where a row says "no prefix".
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -28,7 +29,8 @@ from smollm2 import folder as smollm2
 sys.path.insert(0, str(ROOT))
 
 from exporters.calibration import first_token
-from exporters.line import Job, Line
+from exporters.job import Job
+from exporters.line import Line
 from exporters.prove import open_reference
 from quantize import fake
 from quantize.corpus import held_out
@@ -59,8 +61,6 @@ class Row:
 
     def scheme(self) -> Scheme:
         """The scheme of this row."""
-        import dataclasses
-
         scheme = load_scheme(self.preset)
         return dataclasses.replace(scheme, name=self.name, weights=dataclasses.replace(scheme.weights, **self.weights),
                                    **self.top)  # fmt: skip
@@ -70,15 +70,18 @@ PLAIN: dict[str, Any] = {"sequential": False, "rotate": "none", "rescale": "none
 ROWS = (
     Row("w8-nearest", "w8a16", {"rounding": "nearest"}, PLAIN),
     Row("w8-gptq", "w8a16", {"rounding": "gptq"}, PLAIN),
+    Row("w8-gptq-rotated", "w8a16", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w8a16", "w8a16", {}, {}),
     Row("w4-nearest", "w4a16", {"rounding": "nearest"}, PLAIN),
     Row("w4-clip", "w4a16", {"rounding": "clip"}, PLAIN),
     Row("w4-gptq", "w4a16", {"rounding": "gptq"}, PLAIN),
+    Row("w4-gptq-rotated", "w4a16", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16", "w4a16", {}, {}),
     Row("w4-block64-gptq", "w4a16-block", {"rounding": "gptq", "block": 64}, PLAIN),
     Row("w4-block32-nearest", "w4a16-block", {"rounding": "nearest"}, PLAIN),
     Row("w4-block32-clip", "w4a16-block", {"rounding": "clip"}, PLAIN),
     Row("w4-block32-gptq", "w4a16-block", {"rounding": "gptq"}, PLAIN),
+    Row("w4-block32-gptq-rotated", "w4a16-block", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16-block", "w4a16-block", {}, {}),
 )
 
@@ -106,8 +109,9 @@ def export(row: Row, format_: str) -> tuple[Path, dict[str, float]]:
     OUT.mkdir(parents=True, exist_ok=True)
     file = OUT / f"{row.name}.toml"
     file.write_text(to_toml(row.scheme()))
-    command = [Path(sys.executable).with_name("ringstep"), "export", smollm2(), "--device", DEVICE, "--format", format_,
-               "--scheme", file, "--context", str(CONTEXT), "--chunk", str(CHUNK), "--no-parity", "--out", out]  # fmt: skip
+    command = [Path(sys.executable).with_name("ringstep"), "export", smollm2(), "--device", DEVICE,
+               "--format", format_, "--scheme", file, "--context", str(CONTEXT), "--chunk", str(CHUNK), "--no-parity",
+               "--out", out]  # fmt: skip
     took = run(command, OUT / f"{row.name}.log")
     stages = json.loads((out / "manifest.json").read_text())["stages"]
     own = sum(stages[name]["seconds"] for name in ("graphs", "calibrate", "round", "qdq"))
@@ -116,7 +120,7 @@ def export(row: Row, format_: str) -> tuple[Path, dict[str, float]]:
 
 def open_line(row: Row, out: Path) -> Line:
     """The line of an export that has run."""
-    return Line(Job(model=str(smollm2()), out=out, device=DEVICE, format="onnx", scheme=OUT / f"{row.name}.toml",
+    return Line(Job(model=str(smollm2()), out=out, device=DEVICE, format="onnx", scheme=str(OUT / f"{row.name}.toml"),
                     context=CONTEXT, chunk=CHUNK))  # fmt: skip
 
 
@@ -171,11 +175,12 @@ def measure(rows: tuple[Row, ...], simulate: bool) -> Iterator[dict[str, Any]]:
                 start = 1 if prefix else 0
                 have = fake.logits(quantised.model, ids[start:], entries, q4_0(line), None)
                 have = have if not prefix else np.concatenate([truth[:1], have])
-                yield {"row": "Q4_0" if prefix else "Q4_0, no prefix", "bits": 4.5, "weights": compare(truth, have, ids)}
+                name = "Q4_0" if prefix else "Q4_0, no prefix"
+                yield {"row": name, "bits": 4.5, "weights": compare(truth, have, ids)}
         entries = quantised.calibration.entries
         body: dict[str, Any] = {"row": row.name, **cost}
         table = as_json(sizes(line.plan, lambda path, s=line.scheme: grid_for(s, path), HTP, shared_head=True))
-        body["sizes"] = {k: table[k] for k in table if k != "rows"}
+        body["sizes"] = {k: table[k] for k in table if k != "parameters"}
         for what, activations in (("weights", None), ("fake", quantised.activations)):
             have = fake.logits(quantised.model, ids[1:], entries, stored(out), activations)
             body[what] = compare(truth, np.concatenate([truth[:1], have]), ids)
@@ -200,13 +205,13 @@ def main() -> None:
     for body in measure(tuple(r for r in ROWS if not wanted or r.name in wanted), args.simulate):
         found.append(body)
         print(json.dumps(body), flush=True)
-    show = lambda m: (f"{m['snr_db']:.1f}", f"{m['kl']:.4f}", f"{100 * m['top1']:.1f}", f"{m['ppl']:.2f}") if m else ("",) * 4
+    show = lambda m: (f"{m['snr_db']:.1f}", f"{m['kl']:.4f}", f"{100 * m['top1']:.1f}", f"{m['ppl']:.2f}")
     for what in ("weights", "fake", "simulated"):
-        table = [(b["row"], *show(b.get(what))) for b in found if b.get(what)]
+        table = [(b["row"], *show(b[what])) for b in found if b.get(what)]
         if table:
             console.table(what, ["", "SNR dB", "KL", "top-1 %", "perplexity"], table)
     if args.write:
-        BASELINE.write_text(json.dumps({"versions": console.plain(found)}, indent=1) + "\n")
+        BASELINE.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -100,9 +99,8 @@ def stage_gptq(own: Quantised, done: Done) -> StageRecord:
 
     def build(folder: Path) -> dict[str, Any]:
         from quantize.formats.gptq import write_gptq
-        from recipes.weights import pieces
 
-        read = functools.partial(pieces, line.checkpoint)
+        read = line.pieces
         with console.progress("writing the GPTQ checkpoint", line.weight_bytes() / 2) as tick:
             total = write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), read, folder / GPTQ, tick=tick)
         return {"bytes": total}
@@ -190,12 +188,11 @@ def stage_genie(own: Quantised, done: Done) -> StageRecord:
         from exporters.quantised import ACTIVATIONS
         from quantize.activations import Activation
         from quantize.formats.genie import requantise, write_table
-        from recipes.weights import pieces
         from ringstep.contract import Encoding
 
         # The graph's input comes before the embedding's scale, which is a node of the graph.
         plan = dataclasses.replace(line.plan, embedding_scale=1.0)
-        read = functools.partial(pieces, line.checkpoint)
+        read = line.pieces
         with console.progress("writing Genie's table", 2 * plan.vocab * plan.hidden) as tick:
             table = write_table(plan, read, folder / GENIE / "embedding.bin", GENIE_TYPE, tick=tick)
         there = dataclasses.replace(table, file=Path("embedding.bin"))

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,8 +26,10 @@ from ringstep.errors import RingstepError
 from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, remove_output, run_stage
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from exporters.quantised import Quantised
-    from recipes.plan import Options, Plan
+    from recipes.plan import Options, Plan, Source
 
 
 class Line:
@@ -81,8 +83,8 @@ class Line:
         return Quantised(self) if self.scheme else None
 
     @cached_property
-    def plan(self) -> Plan:
-        """The recipe's plan, checked against the checkpoint's tensors."""
+    def weights(self) -> tuple[Plan, Callable[[Source], np.ndarray]]:
+        """The recipe's plan, checked against the checkpoint's tensors, and a way to its parameters."""
         from recipes import plan_for
 
         plan = plan_for(self.checkpoint.config)
@@ -92,7 +94,33 @@ class Line:
         self.checkpoint.check(plan.expected(), plan.optional)
         for warning in plan.warnings:
             console.warn(warning)
-        return plan
+        if self.scheme is None or self.scheme.rotate == "none":
+            return plan, self.read_original
+        from quantize.folding.rotate import rotated
+
+        return rotated(plan, self.read_original)
+
+    def read_original(self, source: Source) -> np.ndarray:
+        """A parameter of the checkpoint in float32."""
+        from recipes.weights import read
+
+        return read(self.checkpoint, source)
+
+    @property
+    def plan(self) -> Plan:
+        """The recipe's plan; where the scheme rotates, with a head apart from the embedding."""
+        return self.weights[0]
+
+    @property
+    def read(self) -> Callable[[Source], np.ndarray]:
+        """A parameter of the plan in float32: the checkpoint's, or where the scheme rotates, what that makes of it."""
+        return self.weights[1]
+
+    def pieces(self, source: Source) -> Iterator[np.ndarray]:
+        """The parameter in float32, a few rows at a time; whole where the scheme rotates."""
+        from recipes.weights import pieces
+
+        return iter([self.read(source)]) if self.read != self.read_original else pieces(self.checkpoint, source)
 
     @cached_property
     def spec(self) -> StepSpec:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from ringstep.contract import Encoding, StepSpec
 from ringstep.errors import RingstepError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from exporters.line import Line
     from quantize.activations import Activation
     from quantize.calibrate import Calibration
@@ -72,10 +75,11 @@ class Quantised:
     def run(self, done: dict[str, dict[str, str]]) -> None:
         """Run the stages up to the graphs in order, adding what each wrote to `done`."""
         from exporters.formats import stage_matmulnbits
+        from exporters.rounded import stage_round
 
         done["graphs"] = self.stage_graphs().hashes
         done["calibrate"] = self.stage_calibrate(done).hashes
-        done["round"] = self.stage_round(done).hashes
+        done["round"] = stage_round(self, done).hashes
         if self.graphs == "qdq":
             done["qdq"] = self.stage_qdq(done).hashes
         elif self.graphs:
@@ -108,7 +112,6 @@ class Quantised:
 
     def stage_graphs(self) -> Any:
         """onnx/*.float.onnx: the graphs of every n and of calibration, sanitised; their weights are nowhere."""
-        
         line, chip = self.line, self.chip.name if self.chip else None
         target = "qnn-htp" if chip else "ort-mobile"
 
@@ -168,27 +171,57 @@ class Quantised:
         """The float model by blocks."""
         import onnx_ir as ir
 
+        from quantize.folding.rotate import rotation
         from quantize.model import Model, table_of
-        from recipes.weights import read
 
         line = self.line
         graph = ir.load(self.job.out / "onnx" / FLOAT).graph
-        source = lambda parameter: read(line.checkpoint, parameter)
-        return Model(line.plan, self.calibration_spec, graph, self.n, source, table_of(line.checkpoint, line.plan))
+        rows = table_of(line.checkpoint, line.plan)
+        if self.scheme.rotate != "none":
+            stream, plain = rotation(line.plan.hidden), rows
+            rows = lambda ids: stream.after(plain(ids))
+        return Model(line.plan, self.calibration_spec, graph, self.n, line.read, rows)
 
     @cached_property
     def texts(self) -> list[list[int]]:
         """Calibration's sequences of ids, the first token of each among them: n * k + 1 ids."""
         return calibration_texts(self.line, self.n)
 
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The same as weights are rounded on: after the sink prefix where it is shipped, whole chunks of n."""
+        skip = 1 if self.entries else 0
+        return [ids[skip : skip + len(ids) - 1] for ids in self.texts]
+
+    @property
+    def entries(self) -> dict[tuple[int, str], np.ndarray]:
+        """The sink prefix's keys and values where it is shipped; else the first token is part of every text."""
+        return self.calibration.entries if self.scheme.sink_prefix == "auto" else {}
+
+    @property
+    def chunks(self) -> list[list[int]]:
+        """Pieces of n ids, spread over all sequences."""
+        return [ids[at : at + self.n] for at in range(0, len(self.sequences[0]), self.n) for ids in self.sequences]
+
+    def measure(self, weight: Callable[[str], np.ndarray | None], texts: list[list[int]]) -> float:
+        """SNR in dB of the logits with these weights, activations in float, over texts that follow the sink prefix."""
+        import numpy as np
+
+        from quantize.fake import logits
+        from ringstep.parity.metrics import snr_db
+
+        pairs = []
+        for ids in texts:
+            pairs.append([logits(self.model, ids, self.entries, chosen, None) for chosen in (lambda _: None, weight)])
+        return snr_db(np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs]))
+
     def stage_calibrate(self, done: dict[str, dict[str, str]]) -> Any:
         """quantize/calibration.npz: what every tensor's values were, sinks, and the sink prefix in float."""
-        
         line, texts = self.line, self.texts
         ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
                   "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
-        options = {"sink_prefix": self.scheme.sink_prefix, "rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
+        options = {"rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:
@@ -213,12 +246,12 @@ class Quantised:
         layers, texts = len(self.line.plan.layers), self.texts
         with console.progress("looking for attention sinks", layers * self.n) as tick:
             sinks = find_sinks(self.model, texts[0][: self.n], tick)
-        count = leading(sinks) if self.scheme.sink_prefix == "auto" else 0
+        count = leading(sinks)
         if count > 1:
             # Texts have no more than their first token in common.
             console.warn(f"{count} leading positions carry massive activations; the sink prefix holds the first")
             count = 1
-        # With a prefix the first token is computed apart; without, it is part of the text.
+        # The first token is computed apart, whether or not its entries are shipped: it is in no range of the rest.
         sequences = [ids[1:] if count else ids[:-1] for ids in texts]
         with console.progress("calibrating", (layers + 1) * sum(map(len, sequences))) as tick:
             found = calibrate(self.model, sequences, texts[0][:count], tick)
@@ -240,55 +273,6 @@ class Quantised:
         body = json.loads((self.job.out / ACTIVATIONS).read_text())
         return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
 
-    def stage_round(self, done: dict[str, dict[str, str]]) -> Any:
-        """onnx/quantised.bin with every linear, onnx/embedding.bin, and where things lie."""
-        from quantize.scheme import describe
-
-        line = self.line
-
-        def build(folder: Path) -> dict[str, Any]:
-            from quantize.grid import QuantisedWeight
-            from quantize.rounding.walk import round_weights
-            from quantize.scheme import grid_for, weights_for
-            from quantize.store import DATA, INDEX, Writer, save_index
-            from quantize.table import write_table
-            from recipes.weights import key
-
-            (folder / "onnx").mkdir()
-            (folder / FOLDER).mkdir()
-            found, plan = self.calibration, line.plan
-            grid = grid_for(self.scheme, "embedding")
-            with console.progress("quantising the embedding table"):
-                table, stored, largest = write_table(line.checkpoint, plan, grid, folder / "onnx")
-            body = {"embedding": dataclasses.asdict(table), "largest": largest}
-            (folder / TABLE).write_text(json.dumps(body, indent=1) + "\n")
-            skip = 1 if found.prefix else 0
-            sequences = [ids[skip : skip + len(ids) - 1] for ids in self.texts]
-            # A tied head on the table's own grid is the table.
-            shared = key(plan.head) == key(plan.embedding) and stored is not None and (
-                grid_for(self.scheme, "head") == grid and weights_for(self.scheme, "head").rounding == "nearest")
-            with open(folder / "onnx" / DATA, "wb") as file:
-                writer = Writer(file)
-
-                def keep(path: str, name: str, weight: QuantisedWeight) -> None:
-                    if path == "head" and shared and stored is not None:
-                        writer.index[name] = stored
-                    else:
-                        writer.weight(name, weight)
-
-                total = len(plan.layers) * sum(map(len, sequences))
-                with console.progress("rounding weights", total) as tick:
-                    round_weights(self.model, sequences, found, self.scheme, keep, tick)
-                total_bytes = file.tell()
-            save_index(folder / "onnx" / INDEX, writer.index)
-            return {"bytes": total_bytes}
-
-        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"]}
-        scheme = {k: v for k, v in describe(self.scheme).items() if k not in ("name", "description", "activations",
-                                                                             "cache", "exceptions")}  # fmt: skip
-        return line.stage("round", inputs, scheme, versions(
-            "quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",)), build)  # fmt: skip
-
     def stage_qdq(self, done: dict[str, dict[str, str]]) -> Any:
         """onnx/decode.onnx and prefill_N.onnx in QDQ form, and the encodings of their activations."""
         from quantize.scheme import describe
@@ -306,28 +290,30 @@ class Quantised:
             from quantize.qdq import to_qdq
             from quantize.report import clipped
             from quantize.store import INDEX, load_index
-            from recipes.weights import key, read, sources
+            from recipes.weights import key, sources
 
             (folder / "onnx").mkdir()
             (folder / FOLDER).mkdir()
             found, home = self.calibration, self.job.out / "onnx"
             largest = json.loads((self.job.out / TABLE).read_text())["largest"]
             found.seen["x"] = Seen(-largest, largest)
-            small = {key(s): read(line.checkpoint, s) for s in sources(line.plan) if len(s.out_shape) == 1}
+            small = {key(s): line.read(s) for s in sources(line.plan) if len(s.out_shape) == 1}
             index = load_index(home / INDEX)
-            every: dict[str, Activation] = {}
+            every: dict[str, Activation | None] = {}
             cut: dict[str, float] = {}
             for n in line.chunks:
                 model = ir.load(home / float_file(n))
-                own = encode(model.graph, found.seen, self.scheme, self.chip)
+                sink = found.sink if self.scheme.sink_prefix == "off" else None
+                own = encode(model.graph, found.seen, self.scheme, self.chip, sink)
                 every |= own
                 cut |= clipped(model.graph, found.seen, own)
                 ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
-            body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)} for name, a in sorted(every.items())}
+            body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)}
+                    for name, a in sorted(every.items()) if a is not None}  # fmt: skip
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")
             with console.progress("writing encodings"):
                 write_encodings(folder / ENCODINGS, dict(sorted(every.items())), weight_encodings(home, index))
-            return {"activations": len(every), "clipped": cut}
+            return {"activations": len(body), "float": len(every) - len(body), "clipped": cut}
 
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
                   **done["round"]}  # fmt: skip

@@ -31,7 +31,8 @@ def save(line: Line, spec: StepSpec, folder: Path) -> None:
     if line.quantised:
         assert line.scheme is not None
         spec = with_table(dataclasses.replace(spec, scheme=line.scheme.name), line.job.out)
-        spec = with_prefix(spec, line.quantised.calibration, folder)
+        if line.scheme.sink_prefix == "auto":
+            spec = with_prefix(spec, line.quantised.calibration, folder)
     spec.save(folder / "step.json")
     StepSpec.load(folder)  # what is shipped has passed its own validation
 

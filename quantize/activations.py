@@ -28,6 +28,8 @@ GATES = ("Sigmoid", "Swish", "Gelu", "Tanh", "Erf")
 # How far below the smallest score masked ones go: e^-20 is half a step of a 16-bit softmax over a million keys.
 MASK_DEPTH = 20.0
 HEADROOM = 1.5
+# A sink that reaches so many times as far as all other text would leave it two bits less: its tensor stays in float.
+SINK_REACH = 4.0
 
 
 @dataclass(frozen=True)
@@ -116,27 +118,31 @@ def roles(graph: ir.Graph) -> dict[str, str]:
     return found
 
 
-def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None) -> dict[str, Activation]:
-    """The encoding of every float activation of a graph.
+def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip | None,
+           sink: Mapping[str, Seen] | None = None) -> dict[str, Activation | None]:  # fmt: skip
+    """The encoding of every float activation of a graph; None for one that stays in float.
 
-    Raises RingstepError naming a tensor that calibration did not see, or saw values in that are not finite.
+    `sink` is what the sink's own tokens were, where they run through the graph. Raises RingstepError naming a tensor
+    that calibration did not see, or saw values in that are not finite.
     """
     group, role = groups(graph), roles(graph)
     members: dict[str, list[str]] = {}
     for name, top in group.items():
         members.setdefault(top, []).append(name)
-    found: dict[str, Activation] = {}
+    found: dict[str, Activation | None] = {}
+    ends = {str(v.name) for v in (*graph.inputs, *graph.outputs)}
     masked = {str(node.outputs[0].name): node for node in graph if masks(node)}
     mask = Activation("uint16", Encoding(float(np.float32(mask_depth(graph, seen) / 65535)), 65535))
     fixed = {str(node.outputs[0].name): FIXED[node.op_type] for node in graph if node.op_type in FIXED}
     for names in members.values():
         special = next((n for n in names if n in fixed), None)
+        own: Activation | None
         if special is not None and scheme.activations.bits == 16:
             own = Activation("uint16", fixed[special])
         elif any(n.startswith("mask_") for n in names):
             own = mask
         else:
-            own = from_seen(graph, names, seen, role, scheme, chip, masked)
+            own = from_seen(graph, names, seen, role, scheme, chip, masked, not ends.isdisjoint(names), sink or {})
         found.update(dict.fromkeys(names, own))
     return found
 
@@ -168,8 +174,9 @@ def bits_of(role: str, scheme: Scheme) -> int:
 
 
 def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role: Mapping[str, str], scheme: Scheme,
-              chip: Chip | None, masked: Mapping[str, ir.Node]) -> Activation:  # fmt: skip
-    """A group's encoding from its members' histories."""
+              chip: Chip | None, masked: Mapping[str, ir.Node], end: bool, sink: Mapping[str, Seen],
+              ) -> Activation | None:  # fmt: skip
+    """A group's encoding from its members' histories; `end`: inputs or outputs are among them, which are integers."""
     cached = any(n.startswith("past_") for n in names)
     node = next((masked[n] for n in names if n in masked), None)
     known = [n.replace("present_", "new_") for n in sorted(names)]  # what `roll` returns calibration knows as new
@@ -182,6 +189,16 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         raise RingstepError(f"tensor {sorted(names)[0]}: values that are not finite during calibration")
     kind = "cache" if cached else next((role[n] for n in sorted(names) if n in role), "other")
     bits = scheme.cache.bits if cached else bits_of(kind, scheme)
+    if bits == 0 and not end:
+        return None
+    bits = bits or scheme.activations.bits
+    tokens = [sink[n] for n in known if n in sink]
+    if tokens and not cached and node is None:
+        own = merge(tokens)
+        far = max(abs(own.low), abs(own.high)) > SINK_REACH * max(abs(whole.low), abs(whole.high))
+        if far and not end and (chip is None or chip.fp16):
+            return None
+        whole = merge([whole, own])
     method = getattr(scheme.activations.ranges, kind)
     low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
     if bits == 16:

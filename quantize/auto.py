@@ -1,4 +1,4 @@
-"""The `auto` scheme: raise the linears whose promotion takes most noise out of the logits a byte, until a goal is met."""
+"""The `auto` scheme: raise the linears that take most noise out of the logits a byte, until a goal is met."""
 
 from __future__ import annotations
 

@@ -55,19 +55,23 @@ class Calibration:
     logits: np.ndarray | None = None
     """Of the sink prefix, float32 [len(prefix), vocab]."""
     sinks: list[Sink] = field(default_factory=list)
+    sink: dict[str, Seen] = field(default_factory=dict)
+    """What the prefix's tokens alone were, by tensor name: they are in no range of `seen`."""
 
 
 class Watch:
-    """The hook of a float pass: what every computed tensor's values are."""
+    """The hook of a float pass: what every computed tensor's values are; of n tokens, the first `rows`."""
 
-    def __init__(self, block: Block, seen: dict[str, Seen]) -> None:
+    def __init__(self, block: Block, seen: dict[str, Seen], n: int = 0, rows: int = 0) -> None:
         moved = {n for step in block.steps if step.op in MOVES for n in step.outputs} - set(block.outputs)
         self.skip = moved | {n for n in block.inputs if n.startswith(("past_", "mask_", "cos_", "sin_"))}
-        self.block, self.seen = block, seen
+        self.block, self.seen, self.n, self.rows = block, seen, n, rows
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         if name not in self.skip:
-            self.seen.setdefault(name, Seen()).add(x)
+            # Tokens are the last but one dim; what stacks heads on them is taken whole.
+            own = x.narrow(-2, 0, self.rows) if self.rows and x.dim() > 1 and x.shape[-2] == self.n else x
+            self.seen.setdefault(name, Seen()).add(own)
         return x
 
     def check(self) -> None:
@@ -79,13 +83,23 @@ class Watch:
                     raise RingstepError(f"tensor {name} (node {step.name}): values that are not finite in calibration")
 
 
+def watched(watch: Watch, walk: Callable[..., Any], *args: Any) -> Any:
+    """What `walk` returns; where it fails over values that are not finite, the node that made them is named."""
+    try:
+        return walk(*args)
+    except RingstepError:
+        watch.check()
+        raise
+
+
 def find_sinks(model: Model, ids: Sequence[int], tick: Tick = lambda _: None) -> list[Sink]:
     """Positions of one text whose largest hidden element is, in some layer, SINK_RATIO times the median position's."""
     rows = model.embedded(ids)
     found: dict[int, Sink] = {}
     for layer in range(len(model.plan.layers)):
-        session, _ = model.open_layer(layer)
-        rows = through(session, rows, None)
+        session, engine = model.open_layer(layer)
+        engine.hook = Watch(engine.block, {})
+        rows = watched(engine.hook, through, session, rows, None)
         largest = np.abs(rows).max(-1)
         typical = max(float(np.median(largest)), 1e-30)
         for position in np.flatnonzero(largest > SINK_RATIO * typical).tolist():
@@ -118,15 +132,12 @@ def calibrate(model: Model, sequences: Sequence[Sequence[int]], prefix: Sequence
         session, engine = model.open_layer(layer)
         entries: Entries | None = None
         if prefix:
-            first, entries = prefix_through(session, first)
+            engine.hook = Watch(engine.block, found.sink, model.n, len(prefix))
+            first, entries = watched(engine.hook, prefix_through, session, first)
             found.entries |= entries
         engine.hook = watch = Watch(engine.block, found.seen)
         for i, rows in enumerate(states):
-            try:
-                states[i] = through(session, rows, entries)
-            except RingstepError:
-                watch.check()
-                raise
+            states[i] = watched(watch, through, session, rows, entries)
             tick(len(rows))
         watch.check()
         for what in ("key", "value"):
@@ -154,7 +165,8 @@ def head(model: Model, states: list[np.ndarray], first: np.ndarray, found: Calib
                 # The norm's values are the same for every piece, and its histogram the same in shape.
                 run(block, {block.inputs[0]: torch.from_numpy(rows)}, weights, watch)
             if len(first):
-                made[:, at : at + HEAD_ROWS] = run(block, {block.inputs[0]: torch.from_numpy(first)}, weights)["logits"]
+                feed, hook = {block.inputs[0]: torch.from_numpy(first)}, Watch(block, found.sink)
+                made[:, at : at + HEAD_ROWS] = run(block, feed, weights, hook)["logits"]
     watch.check()
     for rows in states:
         tick(len(rows))
@@ -177,6 +189,8 @@ def save(path: Path, found: Calibration) -> None:
         "tokens": np.array(found.tokens), "prefix": np.array(found.prefix, np.int64),
         "sinks": np.array([[s.position, s.token, s.layer, s.largest, s.ratio] for s in found.sinks]).reshape(-1, 5),
     }  # fmt: skip
+    arrays["sink_names"] = np.array(list(found.sink))
+    arrays["sink_edges"] = np.array([[s.low, s.high] for s in found.sink.values()]).reshape(-1, 2)
     arrays |= {f"{what}_{layer}": array for (layer, what), array in found.entries.items()}
     if found.logits is not None:
         arrays["logits"] = found.logits
@@ -201,6 +215,9 @@ def load(path: Path) -> Calibration:
             sinks = [Sink(int(p), int(t), int(at), float(largest), float(ratio))
                      for p, t, at, largest, ratio in body["sinks"]]  # fmt: skip
             logits = body["logits"] if "logits" in body.files else None
-            return Calibration(int(body["tokens"]), seen, tuple(map(int, body["prefix"])), entries, logits, sinks)
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise RingstepError(f"{path}: no calibration of ringstep's ({str(error).splitlines()[0]})") from None
+            sink = {str(name): Seen(float(low), float(high))
+                    for name, (low, high) in zip(body["sink_names"], body["sink_edges"], strict=True)}  # fmt: skip
+            prefix = tuple(map(int, body["prefix"]))
+            return Calibration(int(body["tokens"]), seen, prefix, entries, logits, sinks, sink)
+    except Exception as error:  # of every kind where bytes are damaged: numpy's, zipfile's, zlib's
+        raise RingstepError(f"{path}: no calibration of ringstep's ({str(error).partition(chr(10))[0]})") from None

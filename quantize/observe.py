@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -39,7 +40,10 @@ class Seen:
         self.low, self.high = min(self.low, low), max(self.high, high)
         flat = tensor.reshape(-1)
         if len(flat) > SAMPLE:
-            flat = flat[:: len(flat) // SAMPLE]
+            stride = len(flat) // SAMPLE
+            while math.gcd(stride, tensor.shape[-1]) > 1:
+                stride += 1  # else it would meet some channels only
+            flat = flat[::stride]
         self.widen(max(abs(low), abs(high)))
         self.counts += torch.histc(flat, BINS, -self.edge, self.edge).numpy()
 
@@ -90,15 +94,16 @@ def mse_range(seen: Seen, levels: int) -> tuple[float, float]:
 
 def entropy_range(seen: Seen, levels: int) -> tuple[float, float]:
     """The range whose rounding to `levels` numbers keeps the distribution's divergence smallest."""
-    centres, counts = seen.centres, seen.counts
+    centres, counts, half = seen.centres, seen.counts, seen.edge / BINS
 
     def divergence(low: float, high: float) -> float:
-        inside = (centres >= low) & (centres <= high)
+        # By their outer edges: the bin of the smallest element is inside when nothing is clipped.
+        inside = (centres > low - half) & (centres < high + half)
         if inside.sum() < 2:
             return np.inf
         p = counts[inside].copy()
-        p[0] += counts[centres < low].sum()
-        p[-1] += counts[centres > high].sum()
+        p[0] += counts[centres <= low - half].sum()
+        p[-1] += counts[centres >= high + half].sum()
         held = counts[inside]
         # Each of the quantised bins shares its mass among the bins of it that held something.
         bins = min(levels, len(held))
@@ -129,7 +134,8 @@ def merge(parts: list[Seen]) -> Seen:
     """One tensor's history from several that share an encoding."""
     whole = Seen()
     for part in parts:
-        whole.low, whole.high = min(whole.low, part.low), max(whole.high, part.high)
+        # numpy's keep what is not a number, which Python's lose.
+        whole.low, whole.high = float(np.minimum(whole.low, part.low)), float(np.maximum(whole.high, part.high))
         whole.widen(part.edge)
         copy = Seen(part.low, part.high, part.edge, part.counts.copy())
         # Edges differ by more than powers of two: count the bins' centres in.

@@ -87,7 +87,7 @@ class Writer:
                          f"{q.name}_dequantised", "float32", q.shape)  # fmt: skip
 
 
-def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation], weights: Mapping[str, Stored],
+def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation | None], weights: Mapping[str, Stored],
            small: Mapping[str, np.ndarray]) -> ir.Model:  # fmt: skip
     """The QDQ form of a float graph that will lie in `folder`, beside the weight files.
 
@@ -104,6 +104,7 @@ def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation],
             inputs.append(floats[value])
             continue
         own = encoding_of(value, activations)
+        assert own is not None  # encode keeps inputs and outputs in integers
         q = ir.Value(name=value.name, shape=value.shape, type=ir.TensorType(IR_TYPES[own.dtype]))
         inputs.append(q)
         floats[value] = writer.dequantise(q, own)
@@ -119,6 +120,10 @@ def to_qdq(model: ir.Model, folder: Path, activations: Mapping[str, Activation],
                                         name=node.name))  # fmt: skip
         for value, result in zip(node.outputs, made, strict=True):
             own, name = encoding_of(value, activations), str(value.name)
+            if own is None:
+                result.name = name
+                floats[value] = result
+                continue
             moved = source_encoding(node, activations)
             if moved is not None and moved != own:
                 # A move has one encoding; the change to the cache's is a step of its own.
@@ -149,15 +154,14 @@ def refusal(grid: Grid | None) -> str:
     return ""
 
 
-def encoding_of(value: ir.Value, activations: Mapping[str, Activation]) -> Activation:
-    """A tensor's encoding; RingstepError where it has none."""
-    own = activations.get(str(value.name))
-    if own is None:
+def encoding_of(value: ir.Value, activations: Mapping[str, Activation | None]) -> Activation | None:
+    """A tensor's encoding, None where it stays in float; RingstepError where nothing is known of it."""
+    if str(value.name) not in activations:
         raise RingstepError(f"tensor {value.name}: no encoding; calibrate again with this graph")
-    return own
+    return activations[str(value.name)]
 
 
-def source_encoding(node: ir.Node, activations: Mapping[str, Activation]) -> Activation | None:
+def source_encoding(node: ir.Node, activations: Mapping[str, Activation | None]) -> Activation | None:
     """The encoding of what a node moves; None for a node that computes."""
     if node.op_type not in MOVES:
         return None

@@ -26,11 +26,12 @@ def outside(seen: Seen, own: Activation) -> float:
     return float(seen.counts[(centres + width / 2 < low) | (centres - width / 2 > high)].sum() / total)
 
 
-def clipped(graph: ir.Graph, seen: Mapping[str, Seen], activations: Mapping[str, Activation]) -> dict[str, float]:
+def clipped(graph: ir.Graph, seen: Mapping[str, Seen], activations: Mapping[str, Activation | None],
+            ) -> dict[str, float]:  # fmt: skip
     """The share cut off of each tensor that loses more than CLIPPED; masked scores, which ought to, do not count."""
     masked = {str(node.outputs[0].name) for node in graph if masks(node)}
-    known = [name for name in activations if name in seen and name not in masked]
-    shares = {name: outside(seen[name], activations[name]) for name in known}
+    known = {name: own for name, own in activations.items() if own and name in seen and name not in masked}
+    shares = {name: outside(seen[name], own) for name, own in known.items()}
     return {name: share for name, share in shares.items() if share > CLIPPED}
 
 

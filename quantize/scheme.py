@@ -46,7 +46,7 @@ class Weights:
     rounding: Literal["nearest", "clip", "gptq"] = "nearest"
     """`clip` searches the scale that errs least on real activations; `gptq` also makes up for each rounding in the
     inputs not yet rounded (Frantar et al. 2022, arXiv 2210.17323)."""
-    damping: float = 0.01
+    damping: float = 0.05
     """GPTQ: what is added to the Hessian's diagonal, as a part of its mean; above 0, at most 1."""
 
 

@@ -13,23 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantize.calibrate import Calibration, Tick
+from quantize.calibrate import Tick
 from quantize.model import Model
 from quantize.torch_graph import run
+from quantize.walk import Entries
 from recipes.step import head_sources, layer_inputs
 from recipes.weights import key
 
 Weight = Callable[[str], np.ndarray | None]
 
 
-def noise(model: Model, texts: Sequence[Sequence[int]], found: Calibration, rounded: Weight,
+def noise(model: Model, texts: Sequence[Sequence[int]], prefix: Entries, rounded: Weight,
           tick: Tick = lambda _: None) -> tuple[dict[str, float], float]:  # fmt: skip
     """The energy that each linear's rounding adds to the logits, by weight name, and the logits' own.
 
-    `texts` are ids that follow the sink prefix, model.n each, one sample each; `rounded(name)` gives a linear as it is
-    after rounding [out, in], None where it stays in float. Noise is taken at the original's weights.
+    `texts` are ids that follow the sink prefix of these entries, model.n each, one sample each; `rounded(name)`
+    gives a linear as it is after rounding [out, in], None where it stays in float. Noise is taken at the original's
+    weights.
     """
-    feeds = [fixed_inputs(model, layer, found) for layer in range(len(model.plan.layers))]
+    feeds = [fixed_inputs(model, layer, prefix) for layer in range(len(model.plan.layers))]
     blocks = [model.block(layer) for layer in range(len(model.plan.layers))]
     source = [next(n for n in block.inputs if n not in own) for block, own in zip(blocks, feeds, strict=True)]
     states = [[torch.from_numpy(model.embedded(ids))] for ids in texts]
@@ -69,10 +71,10 @@ def noise(model: Model, texts: Sequence[Sequence[int]], found: Calibration, roun
     return energy, signal
 
 
-def fixed_inputs(model: Model, layer: int, found: Calibration) -> dict[str, Tensor]:
+def fixed_inputs(model: Model, layer: int, prefix: Entries) -> dict[str, Tensor]:
     """A layer's inputs but the hidden state, for the first chunk after the sink prefix: the same for every text."""
     session, _ = model.open_layer(layer)
-    if entries := {k: array for k, array in found.entries.items() if k[0] == layer}:
+    if entries := {k: array for k, array in prefix.items() if k[0] == layer}:
         session.seed(entries)
     buffers = session.buffers[model.n]
     buffers.fill(session.position, np.zeros((model.n, model.plan.hidden), np.float32), None)

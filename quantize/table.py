@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,28 +12,29 @@ from quantize.grid import Grid
 from quantize.rounding import nearest
 from quantize.store import ALIGN, Place, Stored
 from recipes.plan import Plan
-from recipes.weights import key, pieces
-from ringstep.checkpoint import Checkpoint
+from recipes.weights import key
 from ringstep.contract import EmbeddingSpec
 from ringstep.errors import RingstepError
 
 FILE = "embedding.bin"
 
 
-def write_table(checkpoint: Checkpoint, plan: Plan, grid: Grid | None, folder: Path,
+def write_table(pieces: Iterable[np.ndarray], plan: Plan, grid: Grid | None, folder: Path,
                 ) -> tuple[EmbeddingSpec, Stored | None, float]:  # fmt: skip
-    """Write embedding.bin into `folder`: integers [vocab, hidden], then float32 scales [vocab]; float16 without a grid.
+    """Write the table, which comes as `pieces` of rows, as embedding.bin into `folder`.
+
+    Integers [vocab, hidden], then float32 scales [vocab]; float16 without a grid.
 
     Returns its contract (paths as in an artifact), the same as a weight, and the largest element's size.
     Raises RingstepError for a grid the host cannot read rows of, and for values that are not finite or beyond float16.
     """
-    source, name = plan.embedding, key(plan.embedding)
+    name = key(plan.embedding)
     if grid is not None and (grid.bits not in (8, 16) or not grid.symmetric or grid.block is not None):
         raise RingstepError("embedding: hosts read symmetric rows of 8 or 16 bits with one scale; change [embedding]")
     largest, scales = 0.0, []
     shape = (plan.vocab, plan.hidden)
     with open(folder / FILE, "wb") as file:
-        for piece in pieces(checkpoint, source):
+        for piece in pieces:
             if not np.isfinite(piece.sum(dtype=np.float64)):
                 raise RingstepError(f"tensor {name}: values that are not finite; mend the checkpoint")
             largest = max(largest, float(np.abs(piece).max()))

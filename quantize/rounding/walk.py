@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantize.calibrate import HEAD_ROWS, Calibration, Tick
+from quantize.calibrate import HEAD_ROWS, Tick
 from quantize.grid import QuantisedWeight
 from quantize.model import Model
 from quantize.rounding import nearest
 from quantize.scheme import Scheme, grid_for, weights_for
 from quantize.torch_graph import Block, run
-from quantize.walk import through
+from quantize.walk import Entries, through
 from recipes.step import head_sources
 from recipes.weights import key
 from ringstep.errors import RingstepError
@@ -40,18 +40,18 @@ class Hessians:
         return self.sums[self.inputs[weight]]
 
 
-def round_weights(model: Model, sequences: Sequence[Sequence[int]], found: Calibration, scheme: Scheme, keep: Keep,
+def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entries, scheme: Scheme, keep: Keep,
                   tick: Tick = lambda _: None) -> None:  # fmt: skip
     """Round all linears and the head: keep(path, name, weight) takes each as it is done.
 
-    `sequences` are those of the calibration. A linear that stays in float is not kept. Raises RingstepError naming a
-    tensor that cannot be rounded.
+    `sequences` are ids that follow the sink prefix, whose entries are given. A linear that stays in float is not
+    kept. Raises RingstepError naming a tensor that cannot be rounded.
     """
     states = [model.embedded(ids) for ids in sequences]
     for layer in range(len(model.plan.layers)):
         session, engine = model.open_layer(layer)
         engine.hook = hessians = Hessians(engine.block)
-        entries = {k: array for k, array in found.entries.items() if k[0] == layer} or None
+        entries = {k: array for k, array in prefix.items() if k[0] == layer} or None
         for i, rows in enumerate(states):
             states[i] = through(session, rows, entries)
             tick(len(rows))

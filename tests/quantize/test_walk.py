@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from float_models import N, SPARK, checkpoint_of, model_of, with_read
+from float_models import SPARK, N, checkpoint_of, model_of, with_read
 from safetensors.numpy import load_file
 
 from quantize.fake import logits

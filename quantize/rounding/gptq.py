@@ -1,0 +1,139 @@
+"""GPTQ: round a weight input by input, each error made good by the inputs still to come (Frantar et al. 2022).
+
+    H = sum x x^T + damping     U = upper Cholesky factor of H^-1
+    for input i, in order:  q_i = nearest(w_i),  w_j -= (w_i - q_i) U_ij / U_ii  for j after i
+
+Inputs with much energy come first, while there are most others to make up for them; with blocks, whole blocks do, and a
+block's scales are found when its turn comes, on the weights as they are then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantize.grid import Grid, QuantisedWeight, check
+from quantize.rounding.scales import fit, fit_channel, fit_steps
+from ringstep.errors import RingstepError
+
+LAZY = 128  # inputs whose corrections of what comes later are applied together
+DAMPING = 0.05
+
+
+def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING) -> QuantisedWeight:
+    """Quantise a float32 weight [out, in]; `hessian` [in, in] is the sum of x x^T over calibration.
+
+    `damping` is added to the Hessian's diagonal, as a part of its mean. Raises RingstepError for values that are not
+    finite, and inputs of another size.
+    """
+    check(weight.numpy(), grid)
+    outputs, inputs = weight.shape
+    if hessian.shape != (inputs, inputs):
+        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {inputs} inputs")
+    if not torch.isfinite(hessian.sum(dtype=torch.float64)):
+        raise RingstepError("the inputs of calibration are not finite")
+    width, energy = grid.width(inputs), hessian.diagonal().double()
+    order = in_order(energy, grid)
+    matrix = hessian.double()
+    matrix.diagonal().add_(max(damping * float(energy.mean()), 1e-12))
+    factor = inverse_factor(matrix[order][:, order])
+    # What an input's rounding costs once all later inputs have made up for it: 1 / U_ii^2.
+    cost = torch.empty(inputs, dtype=torch.float64)
+    cost[order] = factor.diagonal().square().reciprocal()
+    # With one scale a channel the scale is fixed before anything is made up for: plain energy serves better.
+    blocks, importance = by_inputs(weight, energy if grid.block is None else cost, grid)
+    factor = (factor / factor.diagonal()[:, None]).float()
+    scales = Scales(blocks, importance, grid)
+    left, stored = weight.T.float()[order].contiguous(), torch.empty(inputs, outputs)
+    ordered = cost[order].float()
+    lazy = LAZY if grid.block is None else width * max(1, LAZY // width)
+    for start in range(0, inputs, lazy):
+        stop = min(inputs, start + lazy)
+        part, errors = left[start:stop], torch.empty(stop - start, outputs)
+        for i in range(stop - start):
+            block = int(order[start + i]) // width
+            if grid.block is not None and (start + i) % width == 0:
+                end = min(i + width, stop - start)
+                scales.find(block, part[i:end], ordered[start + i : start + end])
+            scale, zero = scales.of(block)
+            number = torch.round(part[i] / scale)
+            number = torch.clamp(number if zero is None else number + zero, grid.low, grid.high)
+            stored[start + i] = number
+            errors[i] = part[i] - (number if zero is None else number - zero) * scale
+            if i + 1 < stop - start:
+                part[i + 1 :].addr_(factor[start + i, start + i + 1 : stop], errors[i], alpha=-1)
+        if stop < inputs:
+            left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    back = torch.empty_like(stored)
+    back[order] = stored
+    return scales.weight(np.ascontiguousarray(back.T.numpy()).astype(grid.dtype))
+
+
+class Scales:
+    """A weight's scales while it is rounded: all at once for a channel, block by block in their turn."""
+
+    def __init__(self, blocks: Tensor, importance: Tensor, grid: Grid) -> None:
+        self.grid = grid
+        self.channel = fit_channel(blocks, importance, grid) if grid.two_level else None
+        if grid.block is None:
+            self.scale, self.zero = fit(blocks, importance, grid)
+        else:
+            self.scale = torch.ones(blocks.shape[1:])
+            self.zero = None if grid.symmetric else torch.zeros(blocks.shape[1:])
+
+    def find(self, block: int, weight: Tensor, importance: Tensor) -> None:
+        """Set one block's scales from its weights [width, out] as they are now."""
+        own, weighed = weight[:, None], importance[:, None, None]
+        if self.channel is not None:
+            self.scale[block] = fit_steps(own, weighed, self.grid, self.channel)[0]
+            return
+        scale, zero = fit(own, weighed, self.grid)
+        self.scale[block] = scale[0]
+        if zero is not None and self.zero is not None:
+            self.zero[block] = zero[0]
+
+    def of(self, block: int) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros [out] of one block."""
+        scale = self.scale[block] if self.channel is None else self.scale[block] * self.channel
+        return scale, None if self.zero is None else self.zero[block]
+
+    def weight(self, q: np.ndarray) -> QuantisedWeight:
+        """The weight with numbers q [out, in]."""
+        rows = lambda tensor: np.ascontiguousarray(tensor.T.numpy())
+        if self.channel is not None:
+            steps, channel = rows(self.scale).astype(np.uint8), self.channel.numpy()
+            return QuantisedWeight(self.grid, q, steps * channel[:, None], None, steps, channel)
+        zero = None if self.zero is None else rows(self.zero).astype(self.grid.dtype)
+        return QuantisedWeight(self.grid, q, rows(self.scale), zero)
+
+
+def in_order(energy: Tensor, grid: Grid) -> Tensor:
+    """The order in which inputs are rounded: most energy first, whole blocks together."""
+    if grid.block is None:
+        return torch.argsort(energy, descending=True, stable=True)
+    width = grid.width(len(energy))
+    parts = torch.split(torch.arange(len(energy)), width)
+    # A last block that is shorter keeps its place: blocks begin at multiples of the width.
+    whole = [part for part in parts if len(part) == width]
+    whole.sort(key=lambda part: -float(energy[part].sum()))
+    return torch.cat([part[torch.argsort(energy[part], descending=True, stable=True)]
+                      for part in [*whole, *parts[len(whole) :]]])  # fmt: skip
+
+
+def inverse_factor(matrix: Tensor) -> Tensor:
+    """The upper Cholesky factor of a matrix's inverse, float64."""
+    try:
+        return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(matrix)), upper=True)
+    except torch.linalg.LinAlgError:
+        raise RingstepError("the Hessian of its inputs cannot be inverted; raise damping in [weights]") from None
+
+
+def by_inputs(weight: Tensor, importance: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as [width, blocks, out] and importance [in] as [width, blocks, 1], filled up with zeros."""
+    outputs, inputs = weight.shape
+    width, count = grid.width(inputs), grid.blocks(inputs)
+    left = count * width - inputs
+    turned = torch.nn.functional.pad(weight.T.float(), (0, 0, 0, left)).reshape(count, width, outputs)
+    weighed = torch.nn.functional.pad(importance.float(), (0, left)).reshape(count, width, 1)
+    return turned.transpose(0, 1).contiguous(), weighed.transpose(0, 1).contiguous()
