@@ -98,7 +98,13 @@ class Line:
             return plan, self.read_original
         from quantize.folding.rotate import rotated
 
-        return rotated(plan, self.read_original)
+        try:
+            return rotated(plan, self.read_original)
+        except RingstepError as error:
+            if self.scheme.rotate != "auto":
+                raise
+            console.warn(f"scheme {self.scheme.name}: not rotated: {error}")
+            return plan, self.read_original
 
     def read_original(self, source: Source) -> np.ndarray:
         """A parameter of the checkpoint in float32."""
@@ -116,11 +122,16 @@ class Line:
         """A parameter of the plan in float32: the checkpoint's, or where the scheme rotates, what that makes of it."""
         return self.weights[1]
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the plan's weights are rotated ones."""
+        return self.read != self.read_original
+
     def pieces(self, source: Source) -> Iterator[np.ndarray]:
         """The parameter in float32, a few rows at a time; whole where the scheme rotates."""
         from recipes.weights import pieces
 
-        return iter([self.read(source)]) if self.read != self.read_original else pieces(self.checkpoint, source)
+        return iter([self.read(source)]) if self.rotates else pieces(self.checkpoint, source)
 
     @cached_property
     def spec(self) -> StepSpec:

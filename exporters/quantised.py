@@ -96,10 +96,13 @@ class Quantised:
         done["report"] = stage_report(self, done).hashes
 
     def grid_of(self, path: str) -> Grid | None:
-        """The grid of a parameter by path."""
-        from quantize.scheme import grid_for
+        """The grid of a parameter by path: what it was rounded to, which under `auto` is more than the scheme says."""
+        from quantize.scheme import EMBEDDING, grid_for
 
-        return grid_for(self.scheme, path)
+        if self.scheme.auto is None or path == EMBEDDING:
+            return grid_for(self.scheme, path)
+        stored = self.weights().get(path)
+        return stored.grid if stored else None
 
     def weights(self) -> dict[str, Stored]:
         """Where the rounded linears lie, by path."""
@@ -178,7 +181,7 @@ class Quantised:
         line = self.line
         graph = ir.load(self.job.out / "onnx" / FLOAT).graph
         rows = table_of(line.checkpoint, line.plan)
-        if self.scheme.rotate != "none":
+        if line.rotates:
             stream, plain = rotation(line.plan.hidden), rows
             rows = lambda ids: stream.after(plain(ids))
         return Model(line.plan, self.calibration_spec, graph, self.n, line.read, rows)
@@ -222,7 +225,7 @@ class Quantised:
         ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
                   "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
-        options = {"rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
+        options = {"rotate": line.rotates, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:

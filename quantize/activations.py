@@ -96,12 +96,15 @@ def groups(graph: ir.Graph) -> dict[str, str]:
 
 
 def roles(graph: ir.Graph) -> dict[str, str]:
-    """The role of each float activation, as Ranges names them."""
+    """The role of each input and computed tensor, as Ranges names them, by what computes with it.
+
+    Moves do not count: decode and prefill move things otherwise.
+    """
     found: dict[str, str] = {}
     for node in graph:
-        for value in node.outputs:
+        for value in node.outputs if node.op_type not in MOVES else ():
             name = str(value.name)
-            readers = [user.op_type for user, _ in value.uses()]
+            readers = readers_of(value)
             if name == "logits":
                 found[name] = "logits"
             elif node.op_type in GATES or any(op in GATES for op in readers):
@@ -115,6 +118,14 @@ def roles(graph: ir.Graph) -> dict[str, str]:
     for value in graph.inputs:
         name = str(value.name)
         found[name] = "cache" if name.startswith("past_") else "residual" if name in ("x", "embedded") else "other"
+    return found
+
+
+def readers_of(value: ir.Value) -> set[str]:
+    """The operators that compute with a value, or with what is moved of it."""
+    found: set[str] = set()
+    for user, _ in value.uses():
+        found |= {user.op_type} if user.op_type not in MOVES else set().union(*map(readers_of, user.outputs))
     return found
 
 
@@ -199,6 +210,10 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         if far and not end and (chip is None or chip.fp16):
             return None
         whole = merge([whole, own])
+    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
+    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
+    if cached and bits == 16 and chip is not None and chip.arch < 73:
+        bits = 8
     method = getattr(scheme.activations.ranges, kind)
     low, high = value_range(whole, method, 1 << bits, scheme.activations.percentile)
     if bits == 16:
@@ -206,10 +221,6 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
         low, high = HEADROOM * low, HEADROOM * high
     if node is not None:
         low -= MASK_DEPTH  # masked scores lie lower still and are clipped there
-    # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always
-    # (docs/htp-accuracy.md): there a wider cache would only cost memory.
-    if cached and bits == 16 and chip is not None and chip.arch < 73:
-        bits = 8
     if cached:
         # Symmetric in 8 bits too: zero 128 has 77 dB in the MatMul, another zero 66.
         return from_range(low, high, "uint8" if bits == 8 else "int16", symmetric=True)

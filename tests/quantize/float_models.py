@@ -64,7 +64,7 @@ def build(checkpoint: Checkpoint, folder: Path, *, context: int = CONTEXT, chunk
     plan, own = plan_for(checkpoint.config), Options(quantised=True, **options)
     spec = step_spec(plan, own, model="test", context=context, chunks=chunks, eos=())
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(checkpoint, plan, "float32", folder, matrices=False)
+    write_weights(checkpoint, plan, "float32", folder, matrices=())
     files = export_graphs(plan, own, spec, load_index(folder), folder, lambda n: f"{n}.traced.onnx")
     models = {}
     for n, path in files.items():
