@@ -100,10 +100,9 @@ def stage_gptq(own: Quantised, done: Done) -> StageRecord:
     def build(folder: Path) -> dict[str, Any]:
         from quantize.formats.gptq import write_gptq
 
-        read = line.pieces
         with console.progress("writing the GPTQ checkpoint", line.weight_bytes() / 2) as tick:
-            total = write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), read, folder / GPTQ, tick=tick)
-        return {"bytes": total}
+            return {"bytes": write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), line.pieces,
+                                        folder / GPTQ, tick=tick)}  # fmt: skip
 
     inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["tokenizer"], **done["round"],
               **done.get("rescale", {})}  # fmt: skip
@@ -131,7 +130,8 @@ def stage_matmulnbits(own: Quantised, done: Done) -> StageRecord:
     inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["round"],
               **done.get("rescale", {})}  # fmt: skip
     inputs |= {**done["calibrate"], **done["tokenizer"]} if beside else {}
-    options = {"beside": beside, "label": line.checkpoint.label, "eos": line.checkpoint.eos_ids()}
+    options = {"beside": beside, "sink_prefix": own.scheme.sink_prefix, "label": line.checkpoint.label,
+               "eos": line.checkpoint.eos_ids()}  # fmt: skip
     return line.stage("matmulnbits", inputs, options, versions(
         "quantize", "exporters/formats.py", "exporters/step_file.py", "exporters/weights.py", "ringstep/contract.py",
         *READERS, libraries=("onnx-ir",)), build)  # fmt: skip
@@ -150,7 +150,7 @@ def cpu_graphs(own: Quantised, into: Path, scratch: Path) -> None:
     scratch.mkdir()
     # The float graphs refer to files that were never kept: norms, and linears that stay in float, in their places.
     kept = {key(source) for path, source in linears(line.plan).items() if own.grid_of(path) is None}
-    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept, pieces=line.pieces)
+    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept, read=line.pieces)
     sources = []
     for n in line.chunks:
         sources.append(scratch / graph_file(n))
@@ -194,9 +194,8 @@ def stage_genie(own: Quantised, done: Done) -> StageRecord:
 
         # The graph's input comes before the embedding's scale, which is a node of the graph.
         plan = dataclasses.replace(line.plan, embedding_scale=1.0)
-        read = line.pieces
         with console.progress("writing Genie's table", 2 * plan.vocab * plan.hidden) as tick:
-            table = write_table(plan, read, folder / GENIE / "embedding.bin", GENIE_TYPE, tick=tick)
+            table = write_table(plan, line.pieces, folder / GENIE / "embedding.bin", GENIE_TYPE, tick=tick)
         there = dataclasses.replace(table, file=Path("embedding.bin"))
         body: dict[str, Any] = {
             "argument": there.argument(), "file": "embedding.bin", "shape": table.shape,

@@ -338,7 +338,8 @@ class Line:
             write_step(self, cuts, folder)
 
         options = {"format": self.job.format, "label": self.checkpoint.label,
-                   "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
+                   "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None,
+                   "sink_prefix": self.scheme.sink_prefix if self.scheme else None}  # fmt: skip
         return self.stage("contract", flat(done), options, versions(
             "ringstep/contract.py", "exporters/step_file.py", "ringstep/encoding.py"), build).hashes
 

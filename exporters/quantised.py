@@ -159,7 +159,8 @@ class Quantised:
             return {"changes": facts}
 
         options = {"context": line.context, "chunks": list(line.chunks), "n": self.n, "config": line.checkpoint.config,
-                   "target": target, "chip": chip, **dataclasses.asdict(line.options)}  # fmt: skip
+                   "target": target, "chip": chip, "rotate": self.scheme.rotate,
+                   **dataclasses.asdict(line.options)}  # fmt: skip
         return line.stage("graphs", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, versions(
             "recipes", "sanitize", "exporters/onnx.py", "exporters/trace.py", "exporters/quantised.py",
             "ringstep/contract.py", *READERS, libraries=("torch", "onnx", "onnxscript", "onnx-ir")), build)  # fmt: skip

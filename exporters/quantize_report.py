@@ -45,12 +45,13 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
         found, cut = own.calibration, {}
         if "qdq" in done:
             cut = own.line.manifest.stages["qdq"].facts["clipped"]
-        texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *found.prefix])
+        prefix = found.prefix if own.scheme.sink_prefix == "auto" else ()
+        texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *prefix])
         lines = warnings(found.seen, cut) + unread(own)
         body = {
             "scheme": own.scheme.name, "tokens": found.tokens,
             "sinks": [dataclasses.asdict(sink) | {"text": texts.get(sink.token)} for sink in found.sinks],
-            "prefix": {"ids": list(found.prefix), "texts": [texts.get(i) for i in found.prefix]},
+            "prefix": {"ids": list(prefix), "texts": [texts.get(i) for i in prefix]},
             "warnings": lines,
         }  # fmt: skip
         (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n")
@@ -58,13 +59,14 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
 
     names = ("tokenizer", "calibrate", "round", *formats)
     inputs = {f"{name}/{file}": sha for name in names for file, sha in done.get(name, {}).items()}
-    return own.line.stage("report", inputs, {"formats": formats, "scheme": own.scheme.name},
+    options = {"formats": formats, "scheme": own.scheme.name, "sink_prefix": own.scheme.sink_prefix}
+    return own.line.stage("report", inputs, options,
                           versions("quantize", "exporters/quantize_report.py"), build)  # fmt: skip
 
 
 def unread(own: Quantised) -> list[str]:
     """What a format cannot say to its readers."""
-    if "gptq" not in own.formats or not own.calibration.prefix:
+    if "gptq" not in own.formats or not own.calibration.prefix or own.scheme.sink_prefix == "off":
         return []
     return ["a GPTQ checkpoint has no sink prefix: its readers compute the first token with weights that were rounded "
             "without it; use a scheme with sink_prefix = \"off\", such as int4-g64"]  # fmt: skip

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from recipes.plan import Plan, Source
-from recipes.weights import key, sources
-from recipes.weights import pieces as plain
+from recipes.weights import key, pieces, sources
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import DTYPE_BYTES, DType
 from ringstep.errors import RingstepError
 
+Pieces = Callable[[Source], Iterable[np.ndarray]]
 ALIGN = 4096  # the page size ONNX advises for mapping external data
 
 
@@ -34,14 +34,13 @@ class Placed:
 
 
 def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None,
-                  matrices: Collection[str] | None = None,
-                  pieces: Callable[[Source], Iterable[np.ndarray]] | None = None) -> int:  # fmt: skip
+                  matrices: Collection[str] | None = None, read: Pieces | None = None) -> int:  # fmt: skip
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
     `tick(bytes)` is called as parameters are written. The places of other matrices than `matrices` (by key; None: all)
-    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. `pieces` gives
-    other values than the checkpoint's. Raises RingstepError naming a tensor with values that are not finite, or that
-    float16 cannot hold.
+    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. `read` stands
+    in for the checkpoint. Raises RingstepError naming a tensor with values that are not finite, or that float16 cannot
+    hold.
     """
     index: dict[str, Any] = {}
     total = 0
@@ -55,7 +54,7 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
                 file.truncate(file.tell() + int(np.prod(source.out_shape)) * DTYPE_BYTES[dtype])
                 file.seek(0, 2)
                 continue
-            for piece in pieces(source) if pieces else plain(checkpoint, source):
+            for piece in read(source) if read else pieces(checkpoint, source):
                 total += _write(file, piece, dtype, source)
                 if tick:
                     tick(piece.size * DTYPE_BYTES[dtype])
