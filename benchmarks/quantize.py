@@ -49,7 +49,7 @@ from ringstep.text import Text
 OUT = BUILD / "bench" / "quantize"
 BASELINE = ROOT / "artifacts" / "baselines" / "quantize.json"
 TOKENS, CONTEXT, CHUNK, DEVICE = 512, 640, 128, "galaxy-s25"
-PRESETS = ("w8a16", "w4a16", "w4a16-block")
+PRESETS = ("w8a16", "w4a16", "w4a16-block", "w4a16-mixed")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ ROWS = (
     Row("w4-block32-gptq", "w4a16-block", {"rounding": "gptq"}, PLAIN),
     Row("w4-block32-gptq-rotated", "w4a16-block", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16-block", "w4a16-block", {}, {}),
+    Row("w4a16-mixed", "w4a16-mixed", {}, {}),
 )
 
 
