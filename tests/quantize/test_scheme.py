@@ -63,7 +63,8 @@ def test_preset(name: str, linear: Grid | None, head: Grid | None, embedding: Gr
 def test_a_preset_runs_where_it_should(name: str) -> None:
     fits = {
         "w8a16": "v68 v69 v73 v75 v79 v81", "w4a16": "v68 v69 v73 v75 v79 v81", "auto": "v68 v69 v73 v75 v79 v81",
-        "w4a16-block": "v69 v73 v75 v79 v81", "w4a16-mixed": "v69 v73 v75 v79 v81", "fp16": "v69 v73 v75 v79 v81", "int4-g64": "", "int4-g128": "",
+        "w4a16-block": "v69 v73 v75 v79 v81", "w4a16-mixed": "v69 v73 v75 v79 v81",
+        "fp16": "v69 v73 v75 v79 v81", "int4-g64": "", "int4-g128": "",
     }[name].split()  # fmt: skip
     for arch, chip in CHIPS.items():
         if arch in fits:
