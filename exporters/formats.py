@@ -53,8 +53,10 @@ def check_formats(own: Quantised) -> None:
     from quantize.formats.matmul_nbits import check_matmul_nbits
     from quantize.parameters import linears
     from quantize.qdq import refusal
+    from quantize.scheme import grid_for
 
     scheme, plan = own.scheme, own.line.plan
+    planned = lambda path: grid_for(scheme, path)  # nothing is rounded yet, or an earlier scheme was
     if "qdq" in own.formats:
         if not scheme.activations.bits:
             raise RingstepError(
@@ -62,12 +64,12 @@ def check_formats(own: Quantised) -> None:
                 "weights; use --format matmulnbits or gptq for CPUs, or a scheme such as w8a16"
             )
         for path in linears(plan):
-            if reason := refusal(own.grid_of(path)):
+            if reason := refusal(planned(path)):
                 raise RingstepError(f"scheme {scheme.name}: {path}: {reason}")
     if "gptq" in own.formats:
-        check_gptq(own.line.checkpoint, plan, own.grid_of)
+        check_gptq(own.line.checkpoint, plan, planned)
     if "matmulnbits" in own.formats:
-        check_matmul_nbits(plan, own.grid_of)
+        check_matmul_nbits(plan, planned)
 
 
 def weight_of(own: Quantised) -> WeightOf:

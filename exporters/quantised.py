@@ -47,7 +47,8 @@ class Quantised:
     def __init__(self, line: Line) -> None:
         """Refuse what the scheme, the chip and the options cannot do together, before anything is computed."""
         from exporters.formats import check_formats, chosen
-        from quantize.scheme import check, paths_of, refuse
+        from quantize.scheme import EMBEDDING, check, grid_for, paths_of, refuse
+        from quantize.table import unreadable
 
         assert line.scheme is not None
         self.line, self.scheme, self.job = line, line.scheme, line.job
@@ -56,6 +57,11 @@ class Quantised:
         check(self.scheme, paths)
         if self.chip is not None:
             refuse(self.scheme, self.chip, paths)
+        table = grid_for(self.scheme, EMBEDDING)
+        if reason := unreadable(table):
+            raise RingstepError(f"scheme {self.scheme.name}: embedding: {reason}")
+        if self.scheme.auto is not None and len(self.scheme.auto.promotions()) != 1:
+            raise RingstepError(f"scheme {self.scheme.name}: [auto] steps: one promotion is supported, such as 4 -> 8")
         if self.job.embedding == "inside":
             raise RingstepError("--embedding inside: a quantised table is read by the host; leave the option out")
         if "join" in self.job.layout.values():
