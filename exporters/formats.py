@@ -124,7 +124,8 @@ def stage_matmulnbits(own: Quantised, done: Done) -> StageRecord:
             cpu_graphs(own, home / "onnx", folder / "float")
         shutil.rmtree(folder / "float")
         if beside:
-            shutil.copytree(line.job.out / "tokenizer", home / "tokenizer")
+            if (line.job.out / "tokenizer").is_dir():  # a checkpoint without one has none
+                shutil.copytree(line.job.out / "tokenizer", home / "tokenizer")
             shutil.copyfile(line.job.out / "onnx" / "embedding.bin", home / "onnx" / "embedding.bin")
             cpu_step(own, home)
         return {"bytes": (home / "onnx" / DATA).stat().st_size}
