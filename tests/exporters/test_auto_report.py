@@ -34,7 +34,7 @@ def test_an_export_with_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert body == json.loads((tmp_path / "out/quantize/auto.json").read_text())
     index = load_index(tmp_path / "out/onnx/quantised.json")
     assert len(body["raised"]) == sum(w.grid.bits == 8 for w in index.values()) - 1 > 0  # the head's 8 are its own
-    assert body["start_db"] < body["measured_db"] and max(map(len, out.splitlines())) <= 80
+    assert body["start_db"] < body["measured_db"]
     assert "raised by auto" in out and all(p["path"] in out for p in body["raised"])
     assert f"auto: {body['start_db']:.1f} dB at the scheme's own bits, {body['measured_db']:.1f} dB with" in out
 
@@ -50,11 +50,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
             "raised": [RAISED, more]}  # fmt: skip
     print_auto(body)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["layers.3.mlp.down_proj", "4", "->", "8", "25.4", "2.0", "KiB", "13.0"] in lines
-    assert ["layers.11.attn.o_proj", "4", "->", "8", "10.0", "2.0", "KiB", "15.0", "14.4"] in lines
+    assert ["layers.3.mlp.down_proj", "4", "->", "8", "25.4", "2.05", "kB", "13.0"] in lines
+    assert ["layers.11.attn.o_proj", "4", "->", "8", "10.0", "2.05", "kB", "15.0", "14.4"] in lines
     text = "\n".join(" ".join(line) for line in lines)
-    assert "auto: 12.0 dB at the scheme's own bits, 14.4 dB with 2 linears raised (4.0 KiB more)" in text
-    assert "wanted: at most 1.0 MiB" in text
+    assert "auto: 12.0 dB at the scheme's own bits, 14.4 dB with 2 linears raised (4.10 kB more)" in text
+    assert "wanted: at most 1.05 MB" in text
 
 
 def test_nothing_raised(capsys: pytest.CaptureFixture[str]) -> None:
