@@ -34,12 +34,14 @@ from exporters.line import Line
 from exporters.prove import open_reference
 from quantize import fake
 from quantize.corpus import held_out
-from quantize.scheme import HEAD, Scheme, grid_for
+from quantize.grid import Grid
+from quantize.scheme import Scheme, grid_for
 from quantize.scheme_file import load_scheme, to_toml
 from quantize.sizes import HTP, as_json, sizes
 from quantize.store import INDEX, load_index, weight_at
-from recipes.weights import key
 from ringstep import console
+from ringstep.contract import StepSpec
+from ringstep.encoding import open_table
 from ringstep.parity.metrics import kl_nats, log_softmax, snr_db
 from ringstep.session import DecodeSession
 from ringstep.text import Text
@@ -47,7 +49,7 @@ from ringstep.text import Text
 OUT = BUILD / "bench" / "quantize"
 BASELINE = ROOT / "artifacts" / "baselines" / "quantize.json"
 TOKENS, CONTEXT, CHUNK, DEVICE = 512, 640, 128, "galaxy-s25"
-PRESETS = ("w8a16", "w4a16", "w4a16-block")
+PRESETS = ("w8a16", "w4a16", "w4a16-block", "w4a16-mixed")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ ROWS = (
     Row("w4-block32-gptq", "w4a16-block", {"rounding": "gptq"}, PLAIN),
     Row("w4-block32-gptq-rotated", "w4a16-block", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16-block", "w4a16-block", {}, {}),
+    Row("w4a16-mixed", "w4a16-mixed", {}, {}),
 )
 
 
@@ -130,28 +133,32 @@ def stored(out: Path) -> Callable[[str], np.ndarray | None]:
     return lambda name: weight_at(out / "onnx", index[name]).dequantised() if name in index else None
 
 
-def q4_0(line: Line) -> Callable[[str], np.ndarray | None]:
-    """llama.cpp's Q4_0 of every linear, by the gguf package's quantiser; the head stays at 8 bits a channel."""
+def q4_0(model: Any, ids: list[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """Logits of transformers' model with llama.cpp's Q4_0 of every linear, by the gguf package's quantiser.
+
+    Head and table have 8 bits a row, as in our schemes. With the first token's keys and values from float32, then
+    without. The model's weights are overwritten.
+    """
+    import torch
     from gguf import GGMLQuantizationType, dequantize, quantize
+    from transformers import DynamicCache
 
     from quantize.rounding import nearest
-    from recipes.weights import read
 
-    scheme = load_scheme("w4a16")
-    sources = {key(s): s for i in range(len(line.plan.layers)) for s in line.plan.layer_sources(i).values()
-               if len(s.out_shape) == 2}  # fmt: skip
-
-    def weight(name: str) -> np.ndarray | None:
-        if name in sources:
-            values = read(line.checkpoint, sources[name])
-            kind = GGMLQuantizationType.Q4_0
-            made: np.ndarray = dequantize(quantize(values, kind), kind)
-            return made.reshape(values.shape)
-        grid = grid_for(scheme, HEAD)
-        return nearest.quantise(read(line.checkpoint, line.plan.head), grid).dequantised() if (
-            name == key(line.plan.head) and grid) else None
-
-    return weight
+    kind = GGMLQuantizationType.Q4_0
+    with torch.inference_mode():
+        past = DynamicCache(config=model.config)
+        first = model(torch.tensor([ids[:1]]), past_key_values=past, use_cache=True).logits[0].numpy()
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                values = weight.numpy()
+                tied = name == "model.embed_tokens.weight"
+                made = nearest.quantise(values, Grid(8)).dequantised() if tied else (
+                    dequantize(quantize(values, kind), kind).reshape(values.shape))  # fmt: skip
+                weight.copy_(torch.from_numpy(made))
+        have = model(torch.tensor([ids[1:]]), past_key_values=past, use_cache=True).logits[0].numpy()
+        yield "Q4_0", np.concatenate([first, have])
+        yield "Q4_0, no prefix", model(torch.tensor([ids])).logits[0].numpy()
 
 
 def measure(rows: tuple[Row, ...], simulate: bool) -> Iterator[dict[str, Any]]:
@@ -168,21 +175,21 @@ def measure(rows: tuple[Row, ...], simulate: bool) -> Iterator[dict[str, Any]]:
             ids = [first_token(text, line.plan.vocab), *text.encode(held_out())][:TOKENS]
             if len(ids) < TOKENS:
                 raise SystemExit(f"heldout.txt has {len(ids)} tokens, {TOKENS} are needed")
-            truth = open_reference(line.checkpoint).truth(ids).logits
+            reference: Any = open_reference(line.checkpoint)
+            truth = reference.truth(ids).logits
             yield {"row": "float32", "ppl": perplexity(truth[1:], ids[1:])}
-            for prefix in (True, False):
-                entries = quantised.calibration.entries if prefix else {}
-                start = 1 if prefix else 0
-                have = fake.logits(quantised.model, ids[start:], entries, q4_0(line), None)
-                have = have if not prefix else np.concatenate([truth[:1], have])
-                name = "Q4_0" if prefix else "Q4_0, no prefix"
+            for name, have in q4_0(reference.model, ids):
                 yield {"row": name, "bits": 4.5, "weights": compare(truth, have, ids)}
+            del reference
         entries = quantised.calibration.entries
         body: dict[str, Any] = {"row": row.name, **cost}
-        table = as_json(sizes(line.plan, lambda path, s=line.scheme: grid_for(s, path), HTP, shared_head=True))
-        body["sizes"] = {k: table[k] for k in table if k != "parameters"}
+        found = as_json(sizes(line.plan, lambda path, s=line.scheme: grid_for(s, path), HTP, shared_head=True))
+        body["sizes"] = {k: found[k] for k in found if k != "parameters"}
+        table = open_table(out, StepSpec.load(out))
+        assert table is not None
+        model = dataclasses.replace(quantised.model, table=table.__getitem__)
         for what, activations in (("weights", None), ("fake", quantised.activations)):
-            have = fake.logits(quantised.model, ids[1:], entries, stored(out), activations)
+            have = fake.logits(model, ids[1:], entries, stored(out), activations)
             body[what] = compare(truth, np.concatenate([truth[:1], have]), ids)
         if simulated:
             start_time = time.perf_counter()

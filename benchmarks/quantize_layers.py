@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 30])
     parser.add_argument("--scheme", default="w4a16")
+    parser.add_argument("--tokens", default="16384", help="calibration text")
     args = parser.parse_args()
     rows = []
     for layers in args.layers:
@@ -51,7 +52,8 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)
         # An empty cache: a calibration found there would cost nothing.
         command = ["env", f"XDG_CACHE_HOME={OUT / 'cache'}", Path(sys.executable).with_name("ringstep"), "quantize",
-                   model, "--scheme", args.scheme, "--context", "640", "--out", out]  # fmt: skip
+                   model, "--scheme", args.scheme, "--context", "640", "--calibration-tokens", args.tokens,
+                   "--out", out]  # fmt: skip
         shutil.rmtree(OUT / "cache", ignore_errors=True)
         took = run(command, OUT / f"{layers}.log")
         rows.append((str(layers), console.human_seconds(took.seconds), console.human_seconds(took.cpu_seconds),

@@ -53,8 +53,10 @@ def check_formats(own: Quantised) -> None:
     from quantize.formats.matmul_nbits import check_matmul_nbits
     from quantize.parameters import linears
     from quantize.qdq import refusal
+    from quantize.scheme import grid_for
 
     scheme, plan = own.scheme, own.line.plan
+    planned = lambda path: grid_for(scheme, path)  # nothing is rounded yet, or an earlier scheme was
     if "qdq" in own.formats:
         if not scheme.activations.bits:
             raise RingstepError(
@@ -62,12 +64,12 @@ def check_formats(own: Quantised) -> None:
                 "weights; use --format matmulnbits or gptq for CPUs, or a scheme such as w8a16"
             )
         for path in linears(plan):
-            if reason := refusal(own.grid_of(path)):
+            if reason := refusal(planned(path)):
                 raise RingstepError(f"scheme {scheme.name}: {path}: {reason}")
     if "gptq" in own.formats:
-        check_gptq(own.line.checkpoint, plan, own.grid_of)
+        check_gptq(own.line.checkpoint, plan, planned)
     if "matmulnbits" in own.formats:
-        check_matmul_nbits(plan, own.grid_of)
+        check_matmul_nbits(plan, planned)
 
 
 def weight_of(own: Quantised) -> WeightOf:
@@ -100,12 +102,12 @@ def stage_gptq(own: Quantised, done: Done) -> StageRecord:
     def build(folder: Path) -> dict[str, Any]:
         from quantize.formats.gptq import write_gptq
 
-        read = line.pieces
         with console.progress("writing the GPTQ checkpoint", line.weight_bytes() / 2) as tick:
-            total = write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), read, folder / GPTQ, tick=tick)
-        return {"bytes": total}
+            return {"bytes": write_gptq(line.checkpoint, line.plan, own.grid_of, weight_of(own), line.pieces,
+                                        folder / GPTQ, tick=tick)}  # fmt: skip
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["tokenizer"], **done["round"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["tokenizer"], **done["round"],
+              **done.get("rescale", {})}  # fmt: skip
     return line.stage("gptq", inputs, {}, versions("quantize", "exporters/formats.py", *READERS), build)
 
 
@@ -122,14 +124,17 @@ def stage_matmulnbits(own: Quantised, done: Done) -> StageRecord:
             cpu_graphs(own, home / "onnx", folder / "float")
         shutil.rmtree(folder / "float")
         if beside:
-            shutil.copytree(line.job.out / "tokenizer", home / "tokenizer")
+            if (line.job.out / "tokenizer").is_dir():  # a checkpoint without one has none
+                shutil.copytree(line.job.out / "tokenizer", home / "tokenizer")
             shutil.copyfile(line.job.out / "onnx" / "embedding.bin", home / "onnx" / "embedding.bin")
             cpu_step(own, home)
         return {"bytes": (home / "onnx" / DATA).stat().st_size}
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["round"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["round"],
+              **done.get("rescale", {})}  # fmt: skip
     inputs |= {**done["calibrate"], **done["tokenizer"]} if beside else {}
-    options = {"beside": beside, "label": line.checkpoint.label, "eos": line.checkpoint.eos_ids()}
+    options = {"beside": beside, "sink_prefix": own.scheme.sink_prefix, "label": line.checkpoint.label,
+               "eos": line.checkpoint.eos_ids()}  # fmt: skip
     return line.stage("matmulnbits", inputs, options, versions(
         "quantize", "exporters/formats.py", "exporters/step_file.py", "exporters/weights.py", "ringstep/contract.py",
         *READERS, libraries=("onnx-ir",)), build)  # fmt: skip
@@ -148,7 +153,7 @@ def cpu_graphs(own: Quantised, into: Path, scratch: Path) -> None:
     scratch.mkdir()
     # The float graphs refer to files that were never kept: norms, and linears that stay in float, in their places.
     kept = {key(source) for path, source in linears(line.plan).items() if own.grid_of(path) is None}
-    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept)
+    write_weights(line.checkpoint, line.plan, "float32", scratch, matrices=kept, read=line.pieces)
     sources = []
     for n in line.chunks:
         sources.append(scratch / graph_file(n))
@@ -192,9 +197,8 @@ def stage_genie(own: Quantised, done: Done) -> StageRecord:
 
         # The graph's input comes before the embedding's scale, which is a node of the graph.
         plan = dataclasses.replace(line.plan, embedding_scale=1.0)
-        read = line.pieces
         with console.progress("writing Genie's table", 2 * plan.vocab * plan.hidden) as tick:
-            table = write_table(plan, read, folder / GENIE / "embedding.bin", GENIE_TYPE, tick=tick)
+            table = write_table(plan, line.pieces, folder / GENIE / "embedding.bin", GENIE_TYPE, tick=tick)
         there = dataclasses.replace(table, file=Path("embedding.bin"))
         body: dict[str, Any] = {
             "argument": there.argument(), "file": "embedding.bin", "shape": table.shape,

@@ -36,7 +36,7 @@ class Job:
     """A scheme of the user's own, in the place of a precision; a name for `ringstep quantize`."""
     calibration: Path | None = None
     """Text to calibrate with; None: the text that ships with ringstep."""
-    calibration_tokens: int = 8192
+    calibration_tokens: int = 16384
     sink_prefix: Literal["auto", "off"] | None = None
     """In the place of the scheme's."""
     context: int | None = None

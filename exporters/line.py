@@ -42,6 +42,7 @@ class Line:
         """
         self.job = job
         self.redone: list[str] = []
+        self.scales: dict[str, np.ndarray] = {}  # what the stage `rescale` found
         precision, self.scheme = find_scheme(job)
         self.device: Device | None = find_target(job, precision, self.scheme)
         self.dtype = "float32" if self.scheme else DTYPES[precision]
@@ -98,7 +99,13 @@ class Line:
             return plan, self.read_original
         from quantize.folding.rotate import rotated
 
-        return rotated(plan, self.read_original)
+        try:
+            return rotated(plan, self.read_original)
+        except RingstepError as error:
+            if self.scheme.rotate != "auto":
+                raise
+            console.warn(f"scheme {self.scheme.name}: not rotated: {error}")
+            return plan, self.read_original
 
     def read_original(self, source: Source) -> np.ndarray:
         """A parameter of the checkpoint in float32."""
@@ -113,14 +120,25 @@ class Line:
 
     @property
     def read(self) -> Callable[[Source], np.ndarray]:
-        """A parameter of the plan in float32: the checkpoint's, or where the scheme rotates, what that makes of it."""
-        return self.weights[1]
+        """A parameter of the plan in float32: the checkpoint's, or what rotating and rescaling have made of it."""
+        if not self.scales:
+            return self.weights[1]
+        from quantize.folding.rescale import rescaled
+
+        return rescaled(self.weights[1], self.scales)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the plan's weights are rotated ones."""
+        return self.weights[1] != self.read_original
 
     def pieces(self, source: Source) -> Iterator[np.ndarray]:
-        """The parameter in float32, a few rows at a time; whole where the scheme rotates."""
+        """The parameter in float32, a few rows at a time; whole where the scheme rotates, or rescales it."""
+        from quantize.folding.rescale import changes
         from recipes.weights import pieces
 
-        return iter([self.read(source)]) if self.read != self.read_original else pieces(self.checkpoint, source)
+        whole = self.rotates or changes(self.scales, source)
+        return iter([self.read(source)]) if whole else pieces(self.checkpoint, source)
 
     @cached_property
     def spec(self) -> StepSpec:
@@ -320,7 +338,8 @@ class Line:
             write_step(self, cuts, folder)
 
         options = {"format": self.job.format, "label": self.checkpoint.label,
-                   "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None}  # fmt: skip
+                   "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None,
+                   "sink_prefix": self.scheme.sink_prefix if self.scheme else None}  # fmt: skip
         return self.stage("contract", flat(done), options, versions(
             "ringstep/contract.py", "exporters/step_file.py", "ringstep/encoding.py"), build).hashes
 

@@ -12,7 +12,7 @@ def calibration_options(command: Any) -> Any:
     """--calibration, --calibration-tokens and --sink-prefix."""
     text = click.option("--calibration", type=click.Path(path_type=Path),
                         help="Text to calibrate with, .txt or .jsonl. Default: what ships with ringstep.")  # fmt: skip
-    tokens = click.option("--calibration-tokens", type=click.IntRange(1), default=8192, show_default=True,
+    tokens = click.option("--calibration-tokens", type=click.IntRange(1), default=16384, show_default=True,
                           help="How much text calibration reads.")  # fmt: skip
     sink = click.option("--sink-prefix", type=click.Choice(["auto", "off"]),
                         help="Keep the first token's keys and values in float where it carries massive activations. "

@@ -13,6 +13,7 @@ from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
+from ringstep.manifest import Manifest
 from ringstep.parity import metrics
 from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
 from ringstep.session import DecodeSession
@@ -140,14 +141,33 @@ def prove(
             if chat:
                 with console.progress("the original's answer"):
                     truth = reference.answer(chat, min(ANSWER_TOKENS, spec.context - len(chat)), spec.eos)
+                truth = as_stored(truth, folder)
                 with console.progress(f"{label}answering on {engine}", len(truth.ids) - 1) as tick:
                     report = answer_parity(session, truth, len(chat), spec.eos, threshold_db, tick)
             else:
                 truth = reference.truth(proof_ids(spec, folder, tokens or proof_tokens(spec, engine)))
+                truth = as_stored(truth, folder)
                 with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
                     report = teacher_forced(session, truth, threshold_db, tick)
         reports.append(plain(report, folder, prompt if chat else None))
     return reports
+
+
+def as_stored(truth: Truth, folder: Path) -> Truth:
+    """The original's entries as the artifact's caches hold them: rotated values where its weights were rotated."""
+    try:
+        calibrated = Manifest.load(folder).stages.get("calibrate")
+    except RingstepError:  # an artifact without its manifest; nothing is known of it
+        return truth
+    if calibrated is None or not calibrated.options.get("rotate"):
+        return truth
+    from quantize.folding.rotate import HEAD_SEED, rotation
+
+    caches = []
+    for positions, keys, values in truth.caches:
+        turn = rotation(values.shape[-1], HEAD_SEED)
+        caches.append((positions, keys, turn.after(values.reshape(-1, values.shape[-1])).reshape(values.shape)))
+    return dataclasses.replace(truth, caches=caches)
 
 
 def chat_ids(folder: Path, spec: StepSpec, prompt: str | None) -> list[int] | None:

@@ -1,7 +1,7 @@
 """The stages of quantised weights, between the tokenizer and the compiler.
 
-    graphs (float, no weights) ─▶ calibrate ─▶ round ─┬▶ qdq ─▶ step.json, a compiler
-                                                      └▶ gptq, matmulnbits, encodings, genie-table (formats.py)
+    graphs (float, no weights) ─▶ rescale ─▶ calibrate ─▶ round ─┬▶ qdq ─▶ step.json, a compiler
+                                                                 └▶ gptq, matmulnbits, ... (formats.py)
 
 Their results: onnx/quantised.bin and embedding.bin, onnx/decode.onnx and prefill_N.onnx in QDQ form, and in quantize/
 what calibration saw, the encodings, sinks and sizes.
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quantize.store import Stored
 
 CHUNK = 128  # tokens that calibration computes at once
+RANGED = 16384  # tokens that ranges are found on; what more there is serves the rounding of weights
 FOLDER = "quantize"
 NPZ, ACTIVATIONS, ENCODINGS = f"{FOLDER}/calibration.npz", f"{FOLDER}/activations.json", f"{FOLDER}/encodings.json"
 TABLE = f"{FOLDER}/embedding.json"
@@ -46,7 +47,8 @@ class Quantised:
     def __init__(self, line: Line) -> None:
         """Refuse what the scheme, the chip and the options cannot do together, before anything is computed."""
         from exporters.formats import check_formats, chosen
-        from quantize.scheme import check, paths_of, refuse
+        from quantize.scheme import EMBEDDING, check, grid_for, paths_of, refuse
+        from quantize.table import unreadable
 
         assert line.scheme is not None
         self.line, self.scheme, self.job = line, line.scheme, line.job
@@ -55,6 +57,11 @@ class Quantised:
         check(self.scheme, paths)
         if self.chip is not None:
             refuse(self.scheme, self.chip, paths)
+        table = grid_for(self.scheme, EMBEDDING)
+        if reason := unreadable(table):
+            raise RingstepError(f"scheme {self.scheme.name}: embedding: {reason}")
+        if self.scheme.auto is not None and len(self.scheme.auto.promotions()) != 1:
+            raise RingstepError(f"scheme {self.scheme.name}: [auto] steps: one promotion is supported, such as 4 -> 8")
         if self.job.embedding == "inside":
             raise RingstepError("--embedding inside: a quantised table is read by the host; leave the option out")
         if "join" in self.job.layout.values():
@@ -75,9 +82,12 @@ class Quantised:
     def run(self, done: dict[str, dict[str, str]]) -> None:
         """Run the stages up to the graphs in order, adding what each wrote to `done`."""
         from exporters.formats import stage_matmulnbits
+        from exporters.rescaled import stage_rescale
         from exporters.rounded import stage_round
 
         done["graphs"] = self.stage_graphs().hashes
+        if self.scheme.rescale != "none":
+            done["rescale"] = stage_rescale(self, done).hashes
         done["calibrate"] = self.stage_calibrate(done).hashes
         done["round"] = stage_round(self, done).hashes
         if self.graphs == "qdq":
@@ -96,10 +106,13 @@ class Quantised:
         done["report"] = stage_report(self, done).hashes
 
     def grid_of(self, path: str) -> Grid | None:
-        """The grid of a parameter by path."""
-        from quantize.scheme import grid_for
+        """The grid of a parameter by path: what it was rounded to, which under `auto` is more than the scheme says."""
+        from quantize.scheme import EMBEDDING, grid_for
 
-        return grid_for(self.scheme, path)
+        if self.scheme.auto is None or path == EMBEDDING:
+            return grid_for(self.scheme, path)
+        stored = self.weights().get(path)
+        return stored.grid if stored else None
 
     def weights(self) -> dict[str, Stored]:
         """Where the rounded linears lie, by path."""
@@ -152,7 +165,8 @@ class Quantised:
             return {"changes": facts}
 
         options = {"context": line.context, "chunks": list(line.chunks), "n": self.n, "config": line.checkpoint.config,
-                   "target": target, "chip": chip, **dataclasses.asdict(line.options)}  # fmt: skip
+                   "target": target, "chip": chip, "rotate": self.scheme.rotate,
+                   **dataclasses.asdict(line.options)}  # fmt: skip
         return line.stage("graphs", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, versions(
             "recipes", "sanitize", "exporters/onnx.py", "exporters/trace.py", "exporters/quantised.py",
             "ringstep/contract.py", *READERS, libraries=("torch", "onnx", "onnxscript", "onnx-ir")), build)  # fmt: skip
@@ -168,7 +182,11 @@ class Quantised:
 
     @cached_property
     def model(self) -> Model:
-        """The float model by blocks."""
+        """The float model by blocks, to be asked for once its weights are final."""
+        return self.open_model()
+
+    def open_model(self) -> Model:
+        """The float model by blocks, with the weights that the line reads by now."""
         import onnx_ir as ir
 
         from quantize.folding.rotate import rotation
@@ -177,7 +195,7 @@ class Quantised:
         line = self.line
         graph = ir.load(self.job.out / "onnx" / FLOAT).graph
         rows = table_of(line.checkpoint, line.plan)
-        if self.scheme.rotate != "none":
+        if line.rotates:
             stream, plain = rotation(line.plan.hidden), rows
             rows = lambda ids: stream.after(plain(ids))
         return Model(line.plan, self.calibration_spec, graph, self.n, line.read, rows)
@@ -186,6 +204,11 @@ class Quantised:
     def texts(self) -> list[list[int]]:
         """Calibration's sequences of ids, the first token of each among them: n * k + 1 ids."""
         return calibration_texts(self.line, self.n)
+
+    @cached_property
+    def texts_hash(self) -> str:
+        """What a stage that reads the texts depends on."""
+        return hashlib.sha256(json.dumps(self.texts).encode()).hexdigest()
 
     @property
     def sequences(self) -> list[list[int]]:
@@ -217,11 +240,10 @@ class Quantised:
 
     def stage_calibrate(self, done: dict[str, dict[str, str]]) -> Any:
         """quantize/calibration.npz: what every tensor's values were, sinks, and the sink prefix in float."""
-        line, texts = self.line, self.texts
-        ids = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": ids,
-                  "graph": done["graphs"][f"onnx/{FLOAT}"]}  # fmt: skip
-        options = {"rotate": self.scheme.rotate, "rescale": self.scheme.rescale}
+        line = self.line
+        inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": self.texts_hash,
+                  "graph": done["graphs"][f"onnx/{FLOAT}"], **done.get("rescale", {})}  # fmt: skip
+        options = {"rotate": line.rotates, "rescale": self.scheme.rescale}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:
@@ -251,6 +273,7 @@ class Quantised:
             # Texts have no more than their first token in common.
             console.warn(f"{count} leading positions carry massive activations; the sink prefix holds the first")
             count = 1
+        texts = texts[: -(-RANGED // (len(texts[0]) - 1))]
         # The first token is computed apart, whether or not its entries are shipped: it is in no range of the rest.
         sequences = [ids[1:] if count else ids[:-1] for ids in texts]
         with console.progress("calibrating", (layers + 1) * sum(map(len, sequences))) as tick:
@@ -316,7 +339,7 @@ class Quantised:
             return {"activations": len(body), "float": len(every) - len(body), "clipped": cut}
 
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
-                  **done["round"]}  # fmt: skip
+                  **done["round"], **done.get("rescale", {})}  # fmt: skip
         options = {"chip": self.chip.name if self.chip else None, **describe(self.scheme)}
         return line.stage("qdq", inputs, options, versions(
             "quantize", "exporters/quantised.py", "exporters/formats.py", *READERS, libraries=("onnx-ir",)), build)

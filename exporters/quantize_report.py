@@ -1,4 +1,4 @@
-"""What a quantised export tells its user: sizes as they are, attention sinks, and what calibration did not reach."""
+"""What a quantised export tells its user: sizes as they are, what `auto` raised, attention sinks, and warnings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exporters.rounded import AUTO
 from exporters.stages import versions
 from ringstep import console
 from ringstep.errors import RingstepError
@@ -45,12 +46,13 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
         found, cut = own.calibration, {}
         if "qdq" in done:
             cut = own.line.manifest.stages["qdq"].facts["clipped"]
-        texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *found.prefix])
+        prefix = found.prefix if own.scheme.sink_prefix == "auto" else ()
+        texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *prefix])
         lines = warnings(found.seen, cut) + unread(own)
         body = {
             "scheme": own.scheme.name, "tokens": found.tokens,
             "sinks": [dataclasses.asdict(sink) | {"text": texts.get(sink.token)} for sink in found.sinks],
-            "prefix": {"ids": list(found.prefix), "texts": [texts.get(i) for i in found.prefix]},
+            "prefix": {"ids": list(prefix), "texts": [texts.get(i) for i in prefix]},
             "warnings": lines,
         }  # fmt: skip
         (folder / REPORT).write_text(json.dumps(body, indent=1) + "\n")
@@ -58,13 +60,14 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
 
     names = ("tokenizer", "calibrate", "round", *formats)
     inputs = {f"{name}/{file}": sha for name in names for file, sha in done.get(name, {}).items()}
-    return own.line.stage("report", inputs, {"formats": formats, "scheme": own.scheme.name},
+    options = {"formats": formats, "scheme": own.scheme.name, "sink_prefix": own.scheme.sink_prefix}
+    return own.line.stage("report", inputs, options,
                           versions("quantize", "exporters/quantize_report.py"), build)  # fmt: skip
 
 
 def unread(own: Quantised) -> list[str]:
     """What a format cannot say to its readers."""
-    if "gptq" not in own.formats or not own.calibration.prefix:
+    if "gptq" not in own.formats or not own.calibration.prefix or own.scheme.sink_prefix == "off":
         return []
     return ["a GPTQ checkpoint has no sink prefix: its readers compute the first token with weights that were rounded "
             "without it; use a scheme with sink_prefix = \"off\", such as int4-g64"]  # fmt: skip
@@ -129,24 +132,44 @@ def token_texts(artifact: Path, ids: list[int]) -> dict[int, str]:
 
 
 def read_report(manifest: Manifest) -> dict[str, Any] | None:
-    """What the report stage wrote; None for an export of floats."""
+    """What the report stage wrote, and under "auto" what `auto` raised where it did; None for an export of floats."""
     if "report" not in manifest.stages:
         return None
     body: dict[str, Any] = json.loads((manifest.folder / REPORT).read_text())
+    if AUTO in manifest.stages["round"].outputs:
+        body["auto"] = json.loads((manifest.folder / AUTO).read_text())
     return body | {"sizes": json.loads((manifest.folder / SIZES).read_text())}
 
 
 def print_quantised(body: dict[str, Any]) -> None:
-    """The size table of each format, and the attention sinks."""
+    """The size table of each format, what `auto` raised, and the attention sinks."""
     from quantize.sizes import COLUMNS
 
     for name, sizes in body["sizes"].items():
         print()
         console.table(f"{body['scheme']} as {name}", COLUMNS, sizes["rows"])
         console.line(f"{sizes['bits']:.3f} bits a weight, {console.human_bytes(sizes['file_bytes'])} on disk")
+    if "auto" in body:
+        print_auto(body["auto"])
     print()
     for text in sink_lines(body):
         console.line(text)
+
+
+def print_auto(body: dict[str, Any]) -> None:
+    """What `auto` raised in its order, with the SNR once that and all above it are raised, and how far it came."""
+    print()
+    if body["raised"]:
+        rows = [(p["path"], f"{p['low']} -> {p['high']}", f"{100 * p['noise']:.1f}",
+                 console.human_bytes(p["extra_bytes"]), f"{p['db']:.1f}",
+                 f"{p['measured_db']:.1f}" if "measured_db" in p else None) for p in body["raised"]]  # fmt: skip
+        console.table("raised by auto", ["linear", "bits", "noise %", "more", "dB then", "measured"], rows)
+    goals = [f"{body['target_db']:.1f} dB"] if body["target_db"] is not None else []
+    goals += [f"at most {console.human_bytes(body['max_bytes'])}"] if body["max_bytes"] is not None else []
+    total = console.human_bytes(sum(p["extra_bytes"] for p in body["raised"]))
+    console.line(f"auto: {body['start_db']:.1f} dB at the scheme's own bits, {body['measured_db']:.1f} dB with "
+                 f"{len(body['raised'])} linears raised ({total} more)")  # fmt: skip
+    console.line(f"      wanted: {', '.join(goals)}; logits on calibration text, weights alone")
 
 
 def sink_lines(body: dict[str, Any]) -> list[str]:

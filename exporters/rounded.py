@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from exporters.stages import READERS, versions
 from ringstep import console
-from ringstep.errors import RingstepError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +50,8 @@ def stage_round(own: Quantised, done: dict[str, dict[str, str]]) -> Any:
             save_index(folder / "onnx" / INDEX, writer.index)
         return facts | {"bytes": (folder / "onnx" / DATA).stat().st_size}
 
-    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"]}
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"], **done["graphs"], **done["calibrate"],
+              **done.get("rescale", {})}  # fmt: skip
     scheme = {key: value for key, value in describe(own.scheme).items() if key not in APART}
     return line.stage("round", inputs, scheme, versions(
         "quantize", "recipes", "ringstep/session.py", "exporters/rounded.py", *READERS, libraries=("torch",)), build)
@@ -106,10 +106,7 @@ def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, A
     from quantize.store import DATA, INDEX, Writer, save_index, weight_at
     line, home, goal = own.line, folder / "onnx", own.scheme.auto
     assert goal is not None
-    steps = goal.promotions()
-    if len(steps) != 1:
-        raise RingstepError(f"scheme {own.scheme.name}: [auto] steps = {list(goal.steps)}: one promotion is supported")
-    low, high = steps[0]
+    ((low, high),) = goal.promotions()
     with open(home / LOW, "wb") as file:
         writer = Writer(file, LOW)
         round_all(own, keeper(own, writer, table))
@@ -164,6 +161,8 @@ def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, A
     body = {"start_db": start, "measured_db": measured, "target_db": goal.target_db, "max_bytes": goal.max_bytes,
             "bytes": base + sum(extra[path] for path in chosen), "raised": taken}  # fmt: skip
     (folder / AUTO).write_text(json.dumps(body, indent=1) + "\n")
+    if goal.max_bytes is not None and base > goal.max_bytes:
+        console.warn(f"auto: the weights take {base} bytes before anything is raised, more than max_bytes")
     if goal.target_db is not None and measured < goal.target_db:
         console.warn(f"auto: {measured:.1f} dB with {len(chosen)} linears raised, short of {goal.target_db:.1f} dB")
     return taken

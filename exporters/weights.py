@@ -7,7 +7,7 @@ rows up in (and that a tied head shares); index.json says where each parameter l
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from ringstep.checkpoint import Checkpoint
 from ringstep.contract import DTYPE_BYTES, DType
 from ringstep.errors import RingstepError
 
+Pieces = Callable[[Source], Iterable[np.ndarray]]
 ALIGN = 4096  # the page size ONNX advises for mapping external data
 
 
@@ -33,12 +34,13 @@ class Placed:
 
 
 def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path, tick: Any = None,
-                  matrices: Collection[str] | None = None) -> int:  # fmt: skip
+                  matrices: Collection[str] | None = None, read: Pieces | None = None) -> int:  # fmt: skip
     """Write weights.bin, embedding.bin and index.json into `folder`; return the bytes written.
 
     `tick(bytes)` is called as parameters are written. The places of other matrices than `matrices` (by key; None: all)
-    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. Raises
-    RingstepError naming a tensor with values that are not finite, or that float16 cannot hold.
+    are holes, which read as zeros and take no room: enough for a graph whose weights will be others. `read` stands
+    in for the checkpoint. Raises RingstepError naming a tensor with values that are not finite, or that float16 cannot
+    hold.
     """
     index: dict[str, Any] = {}
     total = 0
@@ -52,7 +54,7 @@ def write_weights(checkpoint: Checkpoint, plan: Plan, dtype: DType, folder: Path
                 file.truncate(file.tell() + int(np.prod(source.out_shape)) * DTYPE_BYTES[dtype])
                 file.seek(0, 2)
                 continue
-            for piece in pieces(checkpoint, source):
+            for piece in read(source) if read else pieces(checkpoint, source):
                 total += _write(file, piece, dtype, source)
                 if tick:
                     tick(piece.size * DTYPE_BYTES[dtype])

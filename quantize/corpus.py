@@ -24,7 +24,7 @@ from ringstep.files import ordinary_size
 from ringstep.text import MEMORY_BYTES, TIMEOUT_SECONDS, Text, _render, refusing
 
 FOLDER = Path(__file__).with_name("texts")
-SHIPPED = ("chat.jsonl", "prose.txt", "code.txt", "structured.txt", "languages.txt")
+SHIPPED = ("chat.jsonl", "prose.txt", "technical.txt", "general.txt", "code.txt", "structured.txt", "languages.txt")
 HELD_OUT = FOLDER / "heldout.txt"
 LIMIT_BYTES = 64 << 20  # a book has one; calibration reads a few kilobytes of it
 PASSAGE = 2000  # characters, about 500 tokens: context enough, and short enough to mix

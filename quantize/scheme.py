@@ -129,8 +129,9 @@ class Scheme:
     description: str = ""
     sequential: bool = False
     """A layer is rounded for what the rounded layers before it hand on, not for what the original hands on."""
-    rotate: Literal["none", "hadamard"] = "none"
-    """Rotations that spread outliers over all channels, folded into the weights; the graph stays as it is."""
+    rotate: Literal["none", "auto", "hadamard"] = "none"
+    """Rotations that spread outliers over all channels, folded into the weights; the graph stays as it is.
+    `auto`: where the layers allow it."""
     rescale: Literal["none", "awq"] = "none"
     """Input channels scaled by their activations, folded into what is before (Lin et al. 2023, arXiv 2306.00978)."""
     sink_prefix: Literal["auto", "off"] = "auto"

@@ -19,6 +19,13 @@ from ringstep.errors import RingstepError
 FILE = "embedding.bin"
 
 
+def unreadable(grid: Grid | None) -> str:
+    """Why a host cannot read rows of a table on this grid; "" where it can."""
+    if grid is not None and (grid.bits not in (8, 16) or not grid.symmetric or grid.block is not None):
+        return "hosts read symmetric rows of 8 or 16 bits with one scale; change [embedding]"
+    return ""
+
+
 def write_table(pieces: Iterable[np.ndarray], plan: Plan, grid: Grid | None, folder: Path,
                 ) -> tuple[EmbeddingSpec, Stored | None, float]:  # fmt: skip
     """Write the table, which comes as `pieces` of rows, as embedding.bin into `folder`.
@@ -29,8 +36,8 @@ def write_table(pieces: Iterable[np.ndarray], plan: Plan, grid: Grid | None, fol
     Raises RingstepError for a grid the host cannot read rows of, and for values that are not finite or beyond float16.
     """
     name = key(plan.embedding)
-    if grid is not None and (grid.bits not in (8, 16) or not grid.symmetric or grid.block is not None):
-        raise RingstepError("embedding: hosts read symmetric rows of 8 or 16 bits with one scale; change [embedding]")
+    if reason := unreadable(grid):
+        raise RingstepError(f"embedding: {reason}")
     largest, scales = 0.0, []
     shape = (plan.vocab, plan.hidden)
     with open(folder / FILE, "wb") as file:

@@ -358,7 +358,11 @@ def _validate(spec: StepSpec) -> None:
         _require(signed or spec.embedding.dtype in ("float32", "float16"), "embedding.dtype: no type of a table")
         scaled = spec.embedding.scales is not None
         _require(scaled == signed, "embedding.scales: int8 and int16 tables have them, no other")
-        _require(0 <= (spec.embedding.scales or 0) < 1 << 60, "embedding.scales: not a place in a file")
+        if spec.embedding.scales is not None:
+            end = spec.embedding.offset + spec.vocab * spec.hidden * DTYPE_BYTES[spec.embedding.dtype]
+            apart = end <= spec.embedding.scales < 1 << 60 and spec.embedding.scales % 4 == 0
+            _require(apart, "embedding.scales: not a place behind the table, at a multiple of 4 bytes")
+        _require(spec.embedding.offset % DTYPE_BYTES[spec.embedding.dtype] == 0, "embedding.offset: not aligned")
     if spec.prefix:
         check_relative(spec.prefix.file, "prefix.file")
         _require(0 < len(spec.prefix.ids) <= spec.context, "prefix.ids: none, or more than the context")
@@ -414,7 +418,13 @@ def _validate_encodings(spec: StepSpec) -> None:
             if tensor.encoding is None:
                 continue
             low, high = INTEGERS[tensor.dtype]
-            _require(FLOAT32[0] <= tensor.encoding.scale <= FLOAT32[1], f"{where}.scale: must be a positive float32")
+            # The largest integer times it must be a float32 too.
+            fits = FLOAT32[0] <= tensor.encoding.scale <= FLOAT32[1] / 65536
+            _require(fits, f"{where}.scale: must be a positive float32, 65536 of which are one too")
+            if tensor.role == "mask":
+                # A shallower mask would let a query look where it may not.
+                deepest = tensor.encoding.scale * (low - tensor.encoding.zero)
+                _require(spec.mask_value <= 0.5 * deepest, f"mask_value: {tensor.name} is masked by {deepest:.6g}")
             _require(low <= tensor.encoding.zero <= high, f"{where}.zero: outside {tensor.dtype}")
             cached = tensor.layer is not None
             key = (tensor.layer, tensor.role.split("_")[0]) if cached else tensor.name

@@ -54,6 +54,8 @@ def open_table(folder: Path, spec: StepSpec) -> Table | None:
     try:
         values = np.memmap(path, own.dtype, "r", own.offset, own.shape)
         scales = None if own.scales is None else np.memmap(path, "float32", "r", own.scales, (own.shape[0],))
+        if scales is not None and not (np.isfinite(scales).all() and (scales > 0).all() and (scales < 1e30).all()):
+            raise ValueError("its scales are no positive numbers")
     except (OSError, ValueError) as error:
         raise RingstepError(f"{path}: no embedding table {list(own.shape)} there ({error}); export again") from None
     return Table(values, scales)

@@ -28,6 +28,7 @@ Read = Callable[[Source], Floats]
 Change = Callable[[Floats], Floats]
 
 PIECE_ROWS = 4096
+HEAD_SEED = 1  # of the rotation within heads, beside the residual stream's 0
 # Parameters of a layer, by what they do to the residual stream. A name that is not here is refused.
 ATTENTION_READS = ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "attn.g_proj.weight")
 MLP_READS = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -141,7 +142,7 @@ def rotated(plan: Plan, read: Read, *, residual: bool = True, heads: bool = True
         if residual:
             changes |= of_stream(plan.recipe, read, sources, stream)
         if heads:
-            changes |= of_heads(changes, sources, rotation(plan.kinds[kind].head_dim, seed + 1))
+            changes |= of_heads(changes, sources, rotation(plan.kinds[kind].head_dim, seed + HEAD_SEED))
 
     def changed(source: Source) -> Floats:
         weight = read(origin.get(source, source))

@@ -4,7 +4,8 @@
     for input i, in order:  q_i = nearest(w_i),  w_j -= (w_i - q_i) U_ij / U_ii  for j after i
 
 Inputs with much energy come first, while there are most others to make up for them; with blocks, whole blocks do, and a
-block's scales are found when its turn comes, on the weights as they are then.
+block's scales are found when its turn comes, on the weights as they are then. A sweep then refits the scales in closed
+form and rounds every input once more, given all the others (coordinate descent on the same error).
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantize.grid import Grid, QuantisedWeight, check
+from quantize.grid import SMALLEST, STEPS, Grid, QuantisedWeight, check
 from quantize.rounding.scales import fit, fit_channel, fit_steps
 from ringstep.errors import RingstepError
 
 LAZY = 128  # inputs whose corrections of what comes later are applied together
 DAMPING = 0.05
+SWEEPS = 1  # the first lowers a linear's error by 0.2 dB, a second by 0.05
 
 
-def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING) -> QuantisedWeight:
+def quantise(
+    weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING, sweeps: int = SWEEPS
+) -> QuantisedWeight:
     """Quantise a float32 weight [out, in]; `hessian` [in, in] is the sum of x x^T over calibration.
 
     `damping` is added to the Hessian's diagonal, as a part of its mean. Raises RingstepError for values that are not
@@ -37,7 +41,8 @@ def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPI
     order = in_order(energy, grid)
     matrix = hessian.double()
     matrix.diagonal().add_(max(damping * float(energy.mean()), 1e-12))
-    factor = inverse_factor(matrix[order][:, order])
+    matrix = matrix[order][:, order]
+    factor = inverse_factor(matrix)
     # What an input's rounding costs once all later inputs have made up for it: 1 / U_ii^2.
     cost = torch.empty(inputs, dtype=torch.float64)
     cost[order] = factor.diagonal().square().reciprocal()
@@ -65,6 +70,12 @@ def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPI
                 part[i + 1 :].addr_(factor[start + i, start + i + 1 : stop], errors[i], alpha=-1)
         if stop < inputs:
             left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    if sweeps:
+        whole, h = weight.T.float()[order], matrix.float()
+        lazily = [(a, min(inputs, a + LAZY)) for a in range(0, inputs, LAZY)]
+        parts = lazily if grid.block is None else runs(order, width)
+        for _ in range(sweeps):
+            sweep(whole, h, stored, scales, order // width, parts)
     back = torch.empty_like(stored)
     back[order] = stored
     return scales.weight(np.ascontiguousarray(back.T.numpy()).astype(grid.dtype))
@@ -93,6 +104,11 @@ class Scales:
         if zero is not None and self.zero is not None:
             self.zero[block] = zero[0]
 
+    def everywhere(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros [in, out] of inputs in these blocks [in]."""
+        scale = self.scale if self.channel is None else self.scale * self.channel
+        return scale[blocks], None if self.zero is None else self.zero[blocks]
+
     def of(self, block: int) -> tuple[Tensor, Tensor | None]:
         """Scales and zeros [out] of one block."""
         scale = self.scale[block] if self.channel is None else self.scale[block] * self.channel
@@ -106,6 +122,73 @@ class Scales:
             return QuantisedWeight(self.grid, q, steps * channel[:, None], None, steps, channel)
         zero = None if self.zero is None else rows(self.zero).astype(self.grid.dtype)
         return QuantisedWeight(self.grid, q, rows(self.scale), zero)
+
+
+def sweep(weight: Tensor, h: Tensor, q: Tensor, scales: Scales, blocks: Tensor, parts: list[tuple[int, int]]) -> None:
+    """Refit the scales and round every input anew, given all others; q [in, out] and scales change in place.
+
+    All in the order of rounding: weight [in, out], h [in, in], the block of each input, and the parts that are
+    done before the rest hears of them, each block one of them.
+    """
+    refit_rows(weight, h, q, scales, blocks)
+    real = restored(q, *scales.everywhere(blocks))
+    downhill = h @ (weight - real)
+    for start, stop in parts:
+        inside, slope, before = h[start:stop, start:stop], downhill[start:stop], real[start:stop].clone()
+        block = int(blocks[start])
+        if scales.grid.block is not None:
+            refit_block(inside, slope, q[start:stop], real[start:stop], scales, block)
+        scale, zero = scales.of(block)
+        for i in range(stop - start):
+            at = start + i
+            wanted = torch.round((real[at] + slope[i] / inside[i, i]) / scale)
+            q[at] = torch.clamp(wanted if zero is None else wanted + zero, scales.grid.low, scales.grid.high)
+            now = restored(q[at], scale, zero)
+            slope.addr_(inside[:, i], now - real[at], alpha=-1)
+            real[at] = now
+        downhill[stop:].addmm_(h[stop:, start:stop], real[start:stop] - before, alpha=-1)
+
+
+def refit_rows(weight: Tensor, h: Tensor, q: Tensor, scales: Scales, blocks: Tensor) -> None:
+    """Least squares for the one scale a row has, the channel's or the only one; blocks alone have none."""
+    if scales.channel is None and scales.grid.block is not None:
+        return
+    v = q * scales.scale[blocks] if scales.channel is not None else restored(q, torch.tensor(1.0), scales.zero)
+    hv = h @ v
+    found = (weight * hv).sum(0) / (v * hv).sum(0)
+    usable = torch.isfinite(found) & (found > SMALLEST)
+    if scales.channel is not None:
+        scales.channel = torch.where(usable, found, scales.channel)
+    else:
+        scales.scale = torch.where(usable, found, scales.scale)
+
+
+def refit_block(inside: Tensor, slope: Tensor, q: Tensor, real: Tensor, scales: Scales, block: int) -> None:
+    """Least squares for a block's scale, all else given; slope and real [width, out] follow in place."""
+    old, zero = scales.of(block)
+    v = restored(q, torch.tensor(1.0), zero)
+    hv = inside @ v
+    found = old + (slope * v).sum(0) / (v * hv).sum(0)
+    if scales.channel is not None:
+        # The error is a parabola in the scale: the whole step nearest to its foot is the best one.
+        steps = torch.round(found / scales.channel).clamp(1, STEPS)
+        scales.scale[block] = torch.where(torch.isfinite(steps), steps, scales.scale[block])
+    else:
+        scales.scale[block] = torch.where(torch.isfinite(found) & (found > SMALLEST), found, old)
+    new, _ = scales.of(block)
+    slope.sub_(hv * (new - old))
+    real.copy_(v * new)
+
+
+def restored(q: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """scale * (q - zero)."""
+    return (q if zero is None else q - zero) * scale
+
+
+def runs(order: Tensor, width: int) -> list[tuple[int, int]]:
+    """Where each block begins and ends in an order that keeps blocks together."""
+    ends = [i + 1 for i in range(len(order)) if i + 1 == len(order) or order[i] // width != order[i + 1] // width]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def in_order(energy: Tensor, grid: Grid) -> Tensor:

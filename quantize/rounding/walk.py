@@ -45,40 +45,49 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
     """Round all linears and the head: keep(path, name, weight) takes each as it is done.
 
     `sequences` are ids that follow the sink prefix, whose entries are given. A linear that stays in float is not
-    kept. Raises RingstepError naming a tensor that cannot be rounded.
+    kept. With a sequential scheme a layer's Hessians are those of its float weights on what the rounded layers before
+    it hand on. Raises RingstepError naming a tensor that cannot be rounded.
     """
-    states = [model.embedded(ids) for ids in sequences]
+    # Rounding to nearest looks at no text.
+    every = [path for layer in range(len(model.plan.layers)) for path, _ in model.sources(layer).values()]
+    needed = any(weights_for(scheme, path).rounding != "nearest" for path in [*every, "head"])
+    states = [model.embedded(ids) for ids in sequences] if needed else []
     for layer in range(len(model.plan.layers)):
         session, engine = model.open_layer(layer)
         engine.hook = hessians = Hessians(engine.block)
         entries = {k: array for k, array in prefix.items() if k[0] == layer} or None
-        for i, rows in enumerate(states):
-            states[i] = through(session, rows, entries)
+        after = []
+        for rows in states:
+            after.append(through(session, rows, entries))
             tick(len(rows))
         for name, (path, _) in model.sources(layer).items():
             if name in hessians.inputs:
-                made = round_one(path, name, engine.weights[name], hessians.of(name), scheme)
+                made = round_one(path, name, engine.weights[name], hessians, scheme)
                 if made is not None:
                     keep(path, name, made)
+                    if scheme.sequential:
+                        engine.weights[name] = torch.from_numpy(made.dequantised())
+        if scheme.sequential:
+            engine.hook = None
+            after = [through(session, rows, entries) for rows in states]
+        states = after
     block, sources = model.head(), head_sources(model.plan)
     norm, name = key(sources["norm.weight"]), key(sources["lm_head.weight"])
     weight = model.weight(name, sources["lm_head.weight"])
-    hessian = torch.zeros(model.plan.hidden, model.plan.hidden)
+    watch = Hessians(block)
     if weights_for(scheme, "head").rounding != "nearest":
-        watch = Hessians(block)
         with torch.inference_mode():
             for rows in states:
                 feed = {block.inputs[0]: torch.from_numpy(rows)}
                 run(block, feed, {norm: model.weight(norm, sources["norm.weight"]), name: weight[:1]}, watch)
-        hessian = watch.of(name)
     # Rows are rounded one by one: a vocabulary's come in pieces.
-    pieces = [round_one("head", name, weight[at : at + HEAD_ROWS], hessian, scheme)
+    pieces = [round_one("head", name, weight[at : at + HEAD_ROWS], watch, scheme)
               for at in range(0, len(weight), HEAD_ROWS)]  # fmt: skip
     if pieces[0] is not None:
         keep("head", name, joined([p for p in pieces if p is not None]))
 
 
-def round_one(path: str, name: str, weight: Tensor, hessian: Tensor, scheme: Scheme) -> QuantisedWeight | None:
+def round_one(path: str, name: str, weight: Tensor, hessians: Hessians, scheme: Scheme) -> QuantisedWeight | None:
     """Round one weight [out, in] as the scheme says; None where it stays in float."""
     grid, own = grid_for(scheme, path), weights_for(scheme, path)
     if grid is None:
@@ -88,6 +97,7 @@ def round_one(path: str, name: str, weight: Tensor, hessian: Tensor, scheme: Sch
             return nearest.quantise(weight.numpy(), grid)
         from quantize.rounding import clip, gptq
 
+        hessian = hessians.of(name)
         if own.rounding == "clip":
             return clip.quantise(weight, hessian, grid)
         return gptq.quantise(weight, hessian, grid, own.damping)

@@ -126,6 +126,18 @@ def test_linears_left_in_float_are_the_checkpoints(copy: Path, tmp_path: Path) -
     same_as_dequantised(copy, "cpu", tmp_path)
 
 
+def test_rotated_weights_come_with_their_norms(copy: Path) -> None:
+    from ringstep.parity.metrics import snr_db
+    from ringstep.parity.reference import TransformersReference
+
+    (copy / "cpu.toml").write_text("rotate = 'hadamard'\n" + CPU.replace("bits = 4", "bits = 8"))
+    assert run("quantize", "model", "--scheme", "cpu.toml", "--out", "cpu", "-q", *TEXT, *OPTIONS) == 0
+    ids = [1, *range(40, 60)]
+    truth = TransformersReference(open_checkpoint("model")).truth(ids)
+    with DecodeSession.open(copy / "cpu", "ort") as session:
+        assert snr_db(truth.logits, session.step(ids)) > 25  # 8 bits; with the original's norms it is no model
+
+
 def same_as_dequantised(made: Path, artifact: str, tmp_path: Path) -> None:
     """Against transformers on a checkpoint whose weights are the dequantised ones."""
     from ringstep.parity.metrics import snr_db

@@ -37,7 +37,7 @@ def parse(text: str) -> Scheme:
 
 
 def test_presets_are_the_promised_ones() -> None:
-    assert set(presets()) == {"w8a16", "w4a16", "w4a16-block", "fp16", "auto", "int4-g64", "int4-g128"}
+    assert set(presets()) == {"w8a16", "w4a16", "w4a16-block", "w4a16-mixed", "fp16", "auto", "int4-g64", "int4-g128"}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_preset(name: str, linear: Grid | None, head: Grid | None, embedding: Gr
 def test_a_preset_runs_where_it_should(name: str) -> None:
     fits = {
         "w8a16": "v68 v69 v73 v75 v79 v81", "w4a16": "v68 v69 v73 v75 v79 v81", "auto": "v68 v69 v73 v75 v79 v81",
-        "w4a16-block": "v69 v73 v75 v79 v81", "fp16": "v69 v73 v75 v79 v81", "int4-g64": "", "int4-g128": "",
+        "w4a16-block": "v69 v73 v75 v79 v81", "w4a16-mixed": "v69 v73 v75 v79 v81",
+        "fp16": "v69 v73 v75 v79 v81", "int4-g64": "", "int4-g128": "",
     }[name].split()  # fmt: skip
     for arch, chip in CHIPS.items():
         if arch in fits:

@@ -66,7 +66,7 @@ def refusal(path: Path | str) -> str:
 def test_what_ships_is_enough_and_of_all_kinds(smollm2: Text) -> None:
     documents = load_texts()
     counts = Counter(document.kind for document in documents)
-    assert set(counts) == {"chat", "prose", "code", "structured", "languages"}
+    assert set(counts) == {"chat", "prose", "technical", "general", "code", "structured", "languages"}
     found = sequences(documents, smollm2, length=512, tokens=8192, prefix=[IM_START], vocab=VOCAB)
     assert len(found) == 16 and {len(ids) for ids in found} == {512} and {ids[0] for ids in found} == {IM_START}
     assert sum(len(document.messages) > 2 for document in documents) >= 10
@@ -76,8 +76,8 @@ def test_what_ships_is_enough_and_of_all_kinds(smollm2: Text) -> None:
 
 
 def test_the_beginning_of_what_ships_has_all_kinds(smollm2: Text) -> None:
-    beginning = mixed(load_texts())[:8]
-    assert len({document.kind for document in beginning}) == 5
+    beginning = mixed(load_texts())[:24]
+    assert len({document.kind for document in beginning}) == 7
     assert len(sequences(load_texts(), smollm2, length=128, tokens=128)) == 1
 
 
