@@ -55,9 +55,9 @@ def checkpoint_of(name: str) -> Checkpoint:
 
 
 @functools.cache
-def graphs_of(name: str) -> tuple[StepSpec, dict[int, ir.Model]]:
+def graphs_of(name: str, chip: str | None = None) -> tuple[StepSpec, dict[int, ir.Model]]:
     """A checkpoint's decode graph and its graph of N tokens; tracing is slow, so every test shares them."""
-    return build(checkpoint_of(name), FOLDER / f"{name}-graphs", chunks=(1, N))
+    return build(checkpoint_of(name), FOLDER / f"{name}-graphs-{chip}", chunks=(1, N), chip=chip)
 
 
 def traced(name: str, n: int = N) -> tuple[StepSpec, ir.Model]:
@@ -118,7 +118,7 @@ class Recorder:
         have = {v.name for v in copy.graph.outputs}
         copy.graph.outputs.extend(v for node in copy.graph for v in node.outputs if v.name not in have)
         raw = ir.to_proto(copy).SerializeToString()
-        self.session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
+        self.session = open_session(raw)
         self.seen: dict[str, list[np.ndarray]] = {}
         self.on = True
 
@@ -156,3 +156,12 @@ def calibrated(name: str, skip: int) -> Calibration:
     model = model_of(name)
     every = texts(model.plan.vocab)
     return calibrate(model, [ids[skip : len(ids) - 1 + skip] for ids in every], every[0][:skip])
+
+
+def open_session(model: bytes, optimised: bool = True) -> onnxruntime.InferenceSession:
+    """ONNX Runtime on one thread, as a machine that others use should be."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    if not optimised:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

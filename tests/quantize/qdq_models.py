@@ -74,7 +74,7 @@ def quantised(name: str, grids: str, scheme: Scheme | None = None, chip: bool = 
     """The decode graph and that of N tokens, weights rounded to nearest: those of layers on the first grid, the head's
     on the second."""
     model, found, folder = model_of(name), calibrated(name, 1), FOLDER / f"qdq-{len(list(FOLDER.glob('qdq-*')))}"
-    spec, graphs = graphs_of(name)
+    spec, graphs = graphs_of(name, SM8750.name if chip else None)
     folder.mkdir()
     weights, own = {}, GRIDS[grids]
     with open(folder / DATA, "wb") as file:
@@ -88,18 +88,18 @@ def quantised(name: str, grids: str, scheme: Scheme | None = None, chip: bool = 
     seen = found.seen | {"x": Seen(-reach, reach)}
     small = {key(s): model.read(s) for s in sources(model.plan) if len(s.out_shape) == 1}
     activations: dict[str, Activation | None] = {}
-    parts, contracts = {}, []
+    contracts = []
     for n, graph in graphs.items():
         made = encode(graph.graph, seen, scheme or Scheme("test"), SM8750 if chip else None)
         activations |= made
         ir.save(to_qdq(graph, folder, made, stored, small), folder / f"{n}.onnx")
-        parts[n] = made
     for graph_spec in spec.graphs:
         tensor = lambda t: encoded(t, activations)
         inputs, outputs = tuple(map(tensor, graph_spec.inputs)), tuple(map(tensor, graph_spec.outputs))
         part = PartSpec(f"{graph_spec.n}.onnx", tuple(t.name for t in inputs), tuple(t.name for t in outputs))
         contracts.append(dataclasses.replace(graph_spec, inputs=inputs, outputs=outputs, parts={"onnx": (part,)}))
-    caches = tuple(dataclasses.replace(c, dtype=activations[f"past_key_{c.layer}"].dtype) for c in spec.caches)  # type: ignore[union-attr]
+    cache_type = {t.layer: t.dtype for t in contracts[0].inputs}
+    caches = tuple(dataclasses.replace(c, dtype=cache_type[c.layer]) for c in spec.caches)
     mask = next(own for n, own in activations.items() if n.startswith("mask_") and own is not None)
     spec = dataclasses.replace(spec, graphs=tuple(contracts), caches=caches, dtype="uint16", embedding=None,
                                mask_value=-mask.encoding.scale * mask.encoding.zero)  # fmt: skip

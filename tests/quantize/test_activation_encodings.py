@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
-from float_models import Recorder, calibrated, model_of, texts, traced
+from float_models import Recorder, calibrated, model_of, open_session, texts, traced
 from onnx import TensorProto, helper
 
 from quantize.activations import FIXED, MOVES, Activation, encode, from_range, groups, is_float, masks
@@ -75,9 +74,7 @@ def test_fake_is_quantise_and_dequantise(dtype: Any) -> None:
     constants = [helper.make_tensor("s", TensorProto.FLOAT, [], [0.037]), helper.make_tensor("z", kind, [], [5])]
     graph = helper.make_graph(nodes, "g", [value("x")], [value("y")], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_session(model.SerializeToString(), optimised=False)
     np.testing.assert_array_equal(own.fake(x), session.run(None, {"x": x})[0])
 
 

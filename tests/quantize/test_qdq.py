@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
-from float_models import N, model_of, texts, traced
+from float_models import N, model_of, open_session, texts, traced
 from onnx import TensorProto, helper
 from qdq_models import Quantised, quantised
 from qdq_models import integers as whole_numbers
@@ -85,10 +84,7 @@ class Everything:
         have = {v.name for v in model.graph.output}
         own = [v for v in shaped.graph.value_info if v.type.tensor_type.elem_type in INTEGERS]
         model.graph.output.extend(v for v in own if v.name not in have)
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        providers = ["CPUExecutionProvider"]
-        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
+        self.session = open_session(model.SerializeToString(), optimised=False)
         self.last: dict[str, np.ndarray] = {}
 
     def run(self, n: int, inputs: Any, outputs: Any) -> None:

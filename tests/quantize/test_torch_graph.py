@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
+from float_models import open_session
 from onnx import TensorProto, helper, numpy_helper
 
 from quantize.torch_graph import OPERATORS, Block, block_of, run
 from ringstep.errors import RingstepError
 
-torch.set_num_threads(1)
 KINDS = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.int64): TensorProto.INT64}
 
 
@@ -33,7 +32,7 @@ def graph_of(nodes: list[onnx.NodeProto], inputs: dict[str, tuple[int, ...]], ou
 
 
 def by_onnx_runtime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = open_session(model.SerializeToString())
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, (np.asarray(v) for v in session.run(names, feeds)), strict=True))
 
