@@ -421,16 +421,16 @@ def _validate_encodings(spec: StepSpec) -> None:
             # The largest integer times it must be a float32 too.
             fits = FLOAT32[0] <= tensor.encoding.scale <= FLOAT32[1] / 65536
             _require(fits, f"{where}.scale: must be a positive float32, 65536 of which are one too")
-            if tensor.role == "mask":
-                # A shallower mask would let a query look where it may not.
-                deepest = tensor.encoding.scale * (low - tensor.encoding.zero)
-                _require(spec.mask_value <= 0.5 * deepest, f"mask_value: {tensor.name} is masked by {deepest:.6g}")
             _require(low <= tensor.encoding.zero <= high, f"{where}.zero: outside {tensor.dtype}")
             cached = tensor.layer is not None
             key = (tensor.layer, tensor.role.split("_")[0]) if cached else tensor.name
             same = known.setdefault(key, tensor.encoding) == tensor.encoding
             _require(same, f"{where}: differs from {'the same cache' if cached else 'the same tensor'} elsewhere, so "
                      "entries cannot be copied as they are")  # fmt: skip
+            if tensor.role == "mask":
+                # A shallower mask would let a query look where it may not.
+                deepest = tensor.encoding.scale * (low - tensor.encoding.zero)
+                _require(spec.mask_value <= 0.5 * deepest, f"mask_value: {tensor.name} is masked by {deepest:.6g}")
 
 
 def io_tensors(
