@@ -427,10 +427,11 @@ def _validate_encodings(spec: StepSpec) -> None:
             same = known.setdefault(key, tensor.encoding) == tensor.encoding
             _require(same, f"{where}: differs from {'the same cache' if cached else 'the same tensor'} elsewhere, so "
                      "entries cannot be copied as they are")  # fmt: skip
-            if tensor.role == "mask":
-                # A shallower mask would let a query look where it may not.
-                deepest = tensor.encoding.scale * (low - tensor.encoding.zero)
-                _require(spec.mask_value <= 0.5 * deepest, f"mask_value: {tensor.name} is masked by {deepest:.6g}")
+    for tensor in spec.graphs[0].inputs:
+        if tensor.role == "mask" and tensor.encoding is not None:
+            # A shallower mask would let a query look where it may not.
+            deepest = tensor.encoding.scale * (INTEGERS[tensor.dtype][0] - tensor.encoding.zero)
+            _require(spec.mask_value <= 0.5 * deepest, f"mask_value: {tensor.name} is masked by {deepest:.6g}")
 
 
 def io_tensors(

@@ -373,7 +373,8 @@ def test_weights_that_are_not_finite(
     tensors[name].flat[-5] = np.nan
     save_file(tensors, tmp_path / "bad/model.safetensors")
     line = refused(capsys, tmp_path / "bad", "--format", "onnx", "--scheme", files / "nearest.toml", "--calibration",
-                   files / "text.txt", "--calibration-tokens", 96, "--context", 64, "--out", tmp_path / "out")  # fmt: skip
+                   files / "text.txt", "--calibration-tokens", 96, "--context", 64, "--out",
+                   tmp_path / "out")  # fmt: skip
     assert f"tensor {word}" in line and "not finite" in line
 
 
