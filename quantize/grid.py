@@ -9,6 +9,7 @@ Weights are [out, in], as checkpoints store them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,6 +141,17 @@ def nearest(weight: Floats, grid: Grid, scale: Floats, zero: Ints | None) -> Int
     if zero is not None:
         q += spread(zero, grid, inputs)
     return np.clip(q, grid.low, grid.high).astype(grid.dtype)
+
+
+def joined(pieces: Sequence[QuantisedWeight], order: Ints | None = None) -> QuantisedWeight:
+    """Rows in pieces as one weight; row i of the pieces taken together becomes row order[i]."""
+    back = slice(None) if order is None else np.argsort(order)
+    all_or_none = lambda arrays: None if arrays[0] is None else np.concatenate(arrays)[back]
+    return QuantisedWeight(
+        pieces[0].grid, np.concatenate([p.q for p in pieces])[back], np.concatenate([p.scale for p in pieces])[back],
+        all_or_none([p.zero for p in pieces]), all_or_none([p.steps for p in pieces]),
+        all_or_none([p.channel_scale for p in pieces]),
+    )  # fmt: skip
 
 
 def check(weight: NDArray, grid: Grid) -> None:

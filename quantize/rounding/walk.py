@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quantize.calibrate import HEAD_ROWS, Tick
-from quantize.grid import QuantisedWeight
+from quantize.grid import QuantisedWeight, joined
 from quantize.model import Model
 from quantize.rounding import nearest
 from quantize.scheme import Scheme, grid_for, weights_for
@@ -103,13 +102,3 @@ def round_one(path: str, name: str, weight: Tensor, hessians: Hessians, scheme: 
         return gptq.quantise(weight, hessian, grid, own.damping)
     except RingstepError as error:
         raise RingstepError(f"tensor {name}: {error}") from None
-
-
-def joined(pieces: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """Rows in pieces as one weight."""
-    first = pieces[0]
-    rows = lambda arrays: None if arrays[0] is None else np.concatenate(arrays)
-    return QuantisedWeight(
-        first.grid, np.concatenate([p.q for p in pieces]), np.concatenate([p.scale for p in pieces]),
-        rows([p.zero for p in pieces]), rows([p.steps for p in pieces]), rows([p.channel_scale for p in pieces]),
-    )  # fmt: skip
