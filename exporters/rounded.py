@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def stage_round(own: Quantised, done: dict[str, dict[str, str]]) -> Any:
         else:
             with open(folder / "onnx" / DATA, "wb") as file:
                 writer = Writer(file)
-                round_all(own, keeper(own, writer, table))
+                round_all(own, folder, keeper(own, writer, table))
             save_index(folder / "onnx" / INDEX, writer.index)
         return facts | {"bytes": (folder / "onnx" / DATA).stat().st_size}
 
@@ -84,14 +85,22 @@ def keeper(own: Quantised, writer: Any, table: Stored | None) -> Callable[[str, 
     return keep
 
 
-def round_all(own: Quantised, keep: Callable[[str, str, QuantisedWeight], None]) -> None:
-    """Round every linear and the head by the scheme."""
+def round_all(own: Quantised, folder: Path, keep: Callable[[str, str, QuantisedWeight], None]) -> None:
+    """Round every linear and the head by the scheme; `folder` takes files of no use afterwards."""
+    from quantize.gradients import TOKENS, moments
     from quantize.rounding.walk import round_weights
+    from quantize.scheme import weights_for
 
-    sequences = own.sequences
-    total = len(own.line.plan.layers) * sum(map(len, sequences))
-    with console.progress("rounding weights", total) as tick:
-        round_weights(own.model, sequences, own.entries, own.scheme, keep, tick)
+    sequences, layers = own.sequences, len(own.line.plan.layers)
+    two_sided = any(weights_for(own.scheme, path).rounding == "two-sided" for path in linear_sources(own))
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        moment: Callable[[str], Any] = lambda _: None
+        if two_sided:
+            texts = own.chunks[: max(1, TOKENS // own.n)]
+            with console.progress("how much each output matters", 3 * layers * own.n * len(texts)) as tick:
+                moment = moments(own.model, texts, own.entries, Path(temporary), tick).of
+        with console.progress("rounding weights", layers * sum(map(len, sequences))) as tick:
+            round_weights(own.model, sequences, own.entries, own.scheme, keep, tick, moment)
 
 
 def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, Any]]:
@@ -109,7 +118,7 @@ def auto(own: Quantised, folder: Path, table: Stored | None) -> list[dict[str, A
     ((low, high),) = goal.promotions()
     with open(home / LOW, "wb") as file:
         writer = Writer(file, LOW)
-        round_all(own, keeper(own, writer, table))
+        round_all(own, folder, keeper(own, writer, table))
     index = writer.index
     sources = {name: found for layer in range(len(line.plan.layers))
                for name, found in own.model.sources(layer).items() if name in index}  # fmt: skip

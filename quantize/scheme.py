@@ -43,9 +43,10 @@ class Weights:
     """Inputs that share a scale, a power of two from 16 on; None: one scale an output channel."""
     two_level: bool = False
     """The scale of a block is a step of 1 to 15 times its channel's scale: the form of blocks HTP keeps (LPBQ)."""
-    rounding: Literal["nearest", "clip", "gptq"] = "nearest"
+    rounding: Literal["nearest", "clip", "gptq", "two-sided"] = "nearest"
     """`clip` searches the scale that errs least on real activations; `gptq` also makes up for each rounding in the
-    inputs not yet rounded (Frantar et al. 2022, arXiv 2210.17323)."""
+    inputs not yet rounded (Frantar et al. 2022, arXiv 2210.17323); `two-sided` in the outputs as well, by what an error
+    at each output does to the logits (YAQA, Tseng et al. 2025). The head is rounded as by `gptq`."""
     damping: float = 0.05
     """GPTQ: what is added to the Hessian's diagonal, as a part of its mean; above 0, at most 1."""
 

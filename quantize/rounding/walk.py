@@ -20,6 +20,7 @@ from recipes.weights import key
 from ringstep.errors import RingstepError
 
 Keep = Callable[[str, str, QuantisedWeight], Any]
+Moment = Callable[[str], Tensor | None]
 
 
 class Hessians:
@@ -40,12 +41,13 @@ class Hessians:
 
 
 def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entries, scheme: Scheme, keep: Keep,
-                  tick: Tick = lambda _: None) -> None:  # fmt: skip
+                  tick: Tick = lambda _: None, moment: Moment = lambda _: None) -> None:  # fmt: skip
     """Round all linears and the head: keep(path, name, weight) takes each as it is done.
 
     `sequences` are ids that follow the sink prefix, whose entries are given. A linear that stays in float is not
     kept. With a sequential scheme a layer's Hessians are those of its float weights on what the rounded layers before
-    it hand on. Raises RingstepError naming a tensor that cannot be rounded.
+    it hand on. `moment(name)` gives the second moment of the gradients at a linear's output [out, out], for two-sided
+    rounding (quantize/gradients.py). Raises RingstepError naming a tensor that cannot be rounded.
     """
     # Rounding to nearest looks at no text.
     every = [path for layer in range(len(model.plan.layers)) for path, _ in model.sources(layer).values()]
@@ -61,7 +63,7 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
             tick(len(rows))
         for name, (path, _) in model.sources(layer).items():
             if name in hessians.inputs:
-                made = round_one(path, name, engine.weights[name], hessians, scheme)
+                made = round_one(path, name, engine.weights[name], hessians, scheme, moment)
                 if made is not None:
                     keep(path, name, made)
                     if scheme.sequential:
@@ -86,7 +88,8 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
         keep("head", name, joined([p for p in pieces if p is not None]))
 
 
-def round_one(path: str, name: str, weight: Tensor, hessians: Hessians, scheme: Scheme) -> QuantisedWeight | None:
+def round_one(path: str, name: str, weight: Tensor, hessians: Hessians, scheme: Scheme,
+              moment: Moment = lambda _: None) -> QuantisedWeight | None:  # fmt: skip
     """Round one weight [out, in] as the scheme says; None where it stays in float."""
     grid, own = grid_for(scheme, path), weights_for(scheme, path)
     if grid is None:
@@ -94,11 +97,13 @@ def round_one(path: str, name: str, weight: Tensor, hessians: Hessians, scheme: 
     try:
         if own.rounding == "nearest":
             return nearest.quantise(weight.numpy(), grid)
-        from quantize.rounding import clip, gptq
+        from quantize.rounding import clip, gptq, outputs
 
         hessian = hessians.of(name)
         if own.rounding == "clip":
             return clip.quantise(weight, hessian, grid)
+        if own.rounding == "two-sided" and (metric := moment(name)) is not None:
+            return outputs.quantise(weight, hessian, metric, grid, own.damping)
         return gptq.quantise(weight, hessian, grid, own.damping)
     except RingstepError as error:
         raise RingstepError(f"tensor {name}: {error}") from None
