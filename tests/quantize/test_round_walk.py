@@ -66,9 +66,9 @@ def test_the_head_reads_what_the_rounded_layers_make(monkeypatch: pytest.MonkeyP
     model, seen = model_of("llama"), {}
     one = rounding.round_one
 
-    def watched(path: str, name: str, weight: Any, hessians: Any, scheme: Scheme) -> Any:
+    def watched(path: str, name: str, weight: Any, hessians: Any, scheme: Scheme, *rest: Any) -> Any:
         seen[path] = hessians.of(name)
-        return one(path, name, weight, hessians, scheme)
+        return one(path, name, weight, hessians, scheme, *rest)
 
     monkeypatch.setattr(rounding, "round_one", watched)
     made = rounded(model, dataclasses.replace(SCHEME, sequential=True))
