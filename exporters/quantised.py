@@ -85,6 +85,7 @@ class Quantised:
         from exporters.rescaled import stage_rescale
         from exporters.rounded import stage_round
 
+        _ = self.texts  # a bad file is refused before anything is traced
         done["graphs"] = self.stage_graphs().hashes
         if self.scheme.rescale != "none":
             done["rescale"] = stage_rescale(self, done).hashes
