@@ -339,7 +339,8 @@ class Line:
 
         options = {"format": self.job.format, "label": self.checkpoint.label,
                    "eos": self.checkpoint.eos_ids(), "device": self.device.id if self.device else None,
-                   "sink_prefix": self.scheme.sink_prefix if self.scheme else None}  # fmt: skip
+                   "sink_prefix": self.scheme.sink_prefix if self.scheme else None,
+                   "scheme": self.scheme.name if self.scheme else None}  # fmt: skip
         return self.stage("contract", flat(done), options, versions(
             "ringstep/contract.py", "exporters/step_file.py", "ringstep/encoding.py"), build).hashes
 
