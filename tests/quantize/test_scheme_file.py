@@ -121,7 +121,7 @@ def test_all_keys_arrive() -> None:
         ("[weights]\nblock = -32", "[weights] block must be a power of two"),
         ("[weights]\nblock = true", "[weights] block must be a whole number, not True"),
         ("[weights]\nblock = 32.0", "[weights] block must be a whole number, not 32.0"),
-        ("[weights]\nrounding = 'gptp'", "'nearest', 'clip' or 'gptq', not 'gptp' (did you mean gptq?)"),
+        ("[weights]\nrounding = 'gptp'", "'nearest', 'clip', 'gptq' or 'two-sided', not 'gptp' (did you mean gptq?)"),
         ("[weights]\ndamping = inf", "[weights] damping must be finite, not inf"),
         ("[weights]\ndamping = nan", "[weights] damping must be finite, not nan"),
         ("[weights]\ndamping = 0", "[weights] damping must be above 0 and at most 1, not 0.0"),
