@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from exporters.bisect_command import bisect
 from exporters.options import calibration_options, size_options
 from exporters.quantize_command import quantize, schemes
 from exporters.show import finish, print_positions, print_reports, show_manifest
@@ -222,6 +223,7 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(bisect)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)

@@ -1,0 +1,163 @@
+"""Opening graphs up: tensors inside made outputs, chains cut so that every piece can be fed by itself, and their engines.
+
+    chained      x ─ layer 0 ─ hidden_0 ─ layer 1 ─ hidden_1 ─ ...          hidden_0, hidden_1 are outputs too
+    unchained    x ─ layer 0 ─ hidden_0     hidden_0.in ─ layer 1 ─ hidden_1     ...        in one compiled graph
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from ringstep.errors import RingstepError
+
+Tensors = dict[str, np.ndarray]
+IN = ".in"
+
+
+class Graph(Protocol):
+    """One graph on an engine."""
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> Tensors:
+        """Every output by name; `feeds` may hold more than the graph takes."""
+
+    def close(self) -> None:
+        """Free it."""
+
+
+class OrtGraph:
+    """An ONNX file or model on ONNX Runtime's CPU provider, without its optimiser: nodes stay what they are."""
+
+    def __init__(self, model: Path | bytes, name: str) -> None:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = os.cpu_count() or 1
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            source = str(model) if isinstance(model, Path) else model
+            self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise RingstepError(f"{name}: ONNX Runtime refuses it: {str(error).splitlines()[0][:300]}") from None
+        self.inputs = [i.name for i in self.session.get_inputs()]
+        self.outputs, self.name = [o.name for o in self.session.get_outputs()], name
+
+    def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> Tensors:
+        wanted = outputs or self.outputs
+        try:
+            results = self.session.run(wanted, {name: feeds[name] for name in self.inputs})
+        except Exception as error:
+            raise RingstepError(f"{self.name}: ONNX Runtime cannot run it: {str(error)[:300]}") from None
+        return dict(zip(wanted, results, strict=True))
+
+    def close(self) -> None:
+        del self.session
+
+
+class SimulatedGraph:
+    """An ONNX file compiled in memory for a chip and run on the simulator, in a child process."""
+
+    def __init__(self, path: Path, soc_model: int) -> None:
+        from ringstep.engines.qnn_sim import open_graph
+
+        self.graph = open_graph(path, soc_model=soc_model, fp16=True)
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> Tensors:
+        return self.graph.run({name: np.ascontiguousarray(feeds[name]) for name in self.graph.inputs})
+
+    def close(self) -> None:
+        self.graph.close()
+
+
+def open_graph(path: Path, soc_model: int | None) -> Graph:
+    """A graph on the simulator of a chip, or on ONNX Runtime with None."""
+    return OrtGraph(path, path.name) if soc_model is None else SimulatedGraph(path, soc_model)
+
+
+def in_memory(model: ir.Model) -> OrtGraph:
+    """A model whose tensors all lie in memory, on ONNX Runtime."""
+    return OrtGraph(ir.to_proto(model).SerializeToString(), str(model.graph.name))
+
+
+def values(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Every value that a node makes, by name."""
+    return {str(value.name): value for node in graph for value in node.outputs if value.name}
+
+
+def expose(model: ir.Model, names: Iterable[str]) -> list[str]:
+    """Make tensors outputs (those that the graph has); returns which."""
+    known, have = values(model.graph), {str(v.name) for v in model.graph.outputs}
+    found = [name for name in names if name in known]
+    model.graph.outputs.extend(known[name] for name in found if name not in have)
+    return found
+
+
+def unchain(model: ir.Model, names: Iterable[str]) -> list[str]:
+    """Cut a graph at tensors: each becomes an output, and its readers take an input NAME.in; returns which were cut."""
+    found = expose(model, names)
+    known = values(model.graph)
+    for name in found:
+        value = known[name]
+        if not value.uses():
+            continue
+        fed = ir.Value(name=name + IN, shape=value.shape, type=value.type)
+        for node, index in list(value.uses()):
+            node.replace_input_with(index, fed)
+        model.graph.inputs.append(fed)
+    return found
+
+
+def perturb(model: ir.Model, names: Sequence[str]) -> None:
+    """Add an input NAME.delta to each tensor: its readers see the sum, which is the output NAME.sum where it is one.
+
+    The tensors themselves become outputs as they were before.
+    """
+    graph, known = model.graph, values(model.graph)
+    expose(model, names)
+    for name in names:
+        value = known[name]
+        delta = ir.Value(name=f"{name}.delta", shape=value.shape, type=value.type)
+        total = ir.Value(name=f"{name}.sum", shape=value.shape, type=value.type)
+        for node, index in list(value.uses()):
+            node.replace_input_with(index, total)
+        maker = value.producer()
+        assert maker is not None
+        graph.insert_after(maker, ir.Node("", "Add", [value, delta], outputs=[total], name=f"{name}/delta"))
+        graph.inputs.append(delta)
+        graph.outputs.append(total)
+
+
+def extract(model: ir.Model, inputs: Iterable[str], outputs: Sequence[str]) -> ir.Model:
+    """The part of a model between tensors; of `inputs` only those it reads are kept."""
+    body = ir.convenience.extract(model.graph, list(inputs), list(outputs))
+    used = [v for v in body.inputs if v.uses()]
+    body.inputs.clear()
+    body.inputs.extend(used)
+    body.name = model.graph.name
+    return ir.Model(body, ir_version=model.ir_version, producer_name="ringstep")
+
+
+@contextlib.contextmanager
+def workshop(artifact: Path) -> Iterator[Callable[[str], Path]]:
+    """A way to name files for changed graphs beside the artifact's weights; they are gone at the end.
+
+    ONNX Runtime takes external data only from beside or below the graph, and not through links.
+    """
+    home, made = artifact / "onnx", list[Path]()
+
+    def place(name: str) -> Path:
+        made.append(home / f".bisect.tmp-{os.getpid()}.{name}.onnx")
+        return made[-1]
+
+    try:
+        yield place
+    finally:
+        for path in made:
+            path.unlink(missing_ok=True)
