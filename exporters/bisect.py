@@ -37,9 +37,10 @@ from ringstep.parity.bisect import Block, rows_db
 from ringstep.session import DecodeSession
 
 TOKENS = 48
-DECODE_CALLS = 6  # one-token calls that the local measure looks at
-CHUNK_CALLS = 2
-QUANTISED_CALLS = 6
+DECODE_CALLS, CHUNK_CALLS = 6, 2  # calls that the local measure looks at
+SLOW_BYTES = 64 << 20  # of weights, above which the simulator takes seconds a call
+SLOW_TOKENS, SLOW_CALLS = 6, 3
+LAYERS_OF_A_LOSS = 3  # a loss of arithmetic is looked for in so many layers
 ACTIVATIONS = Path("quantize/activations.json")
 
 
@@ -124,6 +125,8 @@ class Bisection:
                 raise RingstepError(f"{folder}: ONNX files for no chip, and the simulator needs one; export with --device")
             self.soc = find_device(chip).chip.soc_model
         self.codec = Codec(folder, self.spec)
+        weights = sum(p.stat().st_size for p in (folder / "onnx").glob("*.bin") if p.name != "embedding.bin")
+        self.slow = self.soc is not None and (weights > SLOW_BYTES or bool(self.spec.scheme))
         self.skip = len(self.spec.prefix.ids) if self.spec.prefix else 0
         self.reference = open_reference(checkpoint)
 
@@ -134,15 +137,15 @@ class Bisection:
         spec, n = self.spec, self.n
         longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
         count = min(max(TOKENS, min(2 * longest + 8, 200)), spec.context)
-        if spec.scheme and self.soc and n == 1:
-            count = min(count, self.skip + QUANTISED_CALLS)
+        if self.slow and n == 1:
+            count = min(count, self.skip + SLOW_TOKENS)
         count = max(1, (count - self.skip) // n) * n + self.skip
         return proof_ids(spec, self.folder, min(count, spec.context))
 
     def calls(self) -> list[Call]:
         """A few calls spread over the text, each with the original's caches up to there."""
         last = len(self.ids) - self.n
-        wanted = DECODE_CALLS if self.n == 1 else CHUNK_CALLS
+        wanted = (SLOW_CALLS if self.slow else DECODE_CALLS) if self.n == 1 else CHUNK_CALLS
         spots = np.unique(np.linspace(min(self.skip, last), last, wanted).astype(int))
         session = DecodeSession(self.spec, Exposed("", [], []), open_table(self.folder, self.spec),
                                 open_prefix(self.folder, self.spec))  # fmt: skip
@@ -200,23 +203,43 @@ class Bisection:
             index = found.block - 1
             with console.progress(f"{label}the nodes of {blocks[found.block].tensor}"):
                 nodes, missing = self.nodes(index, found.what)
+            alike, others = [], []
+            if found.kind == "loss" and self.soc:
+                with console.progress(f"{label}the nodes of other layers"):
+                    alike, others = self.same_loss(blocks, found.block, nodes)
             with console.progress(f"{label}the stages"):
                 stages = self.stages(index, found.what, blocks[found.block].measures[found.what])
         stage = judge.stage_of(stages)
-        text = judge.verdict(blocks, found, nodes, stage)
         guilty = judge.guilty(nodes)
         first = {
             "kind": found.kind, "tensor": blocks[found.block].tensor, "layer": blocks[found.block].layer,
             "output": found.what, "local_db": found.db, "typical_db": found.typical_db,
             "node": guilty[0].node if guilty else None, "op": guilty[0].op if guilty else None, "stage": stage,
-            "missing": missing,
+            "missing": missing, "alike": alike,
         }  # fmt: skip
         return {
             "engine": self.engine, "simulated": self.soc is not None, "reference": self.truth.source,
             "tokens": len(self.ids), "graph": self.n, "dtype": self.spec.dtype, "scheme": self.spec.scheme,
-            "depth": judge.as_json(blocks), "nodes": [dataclasses.asdict(node) for node in nodes], "first": first,
-            "stages": stages, "warnings": warnings, "verdict": text,
+            "depth": judge.as_json(blocks), "nodes": [dataclasses.asdict(node) for node in [*nodes, *others]],
+            "first": first, "stages": stages, "warnings": warnings,
+            "verdict": judge.verdict(blocks, found, nodes, stage, alike),
         }  # fmt: skip
+
+    def same_loss(self, blocks: Sequence[Block], chosen: int, nodes: Sequence[judge.Node],
+                  ) -> tuple[list[int], list[judge.Node]]:  # fmt: skip
+        """The next worst layers: which of them lose most at the same node, and all their nodes."""
+        plain = lambda name: name.split("/", 2)[-1]
+        ranked = sorted((i for i, b in enumerate(blocks) if b.layer is not None and i != chosen),
+                        key=lambda i: blocks[i].local_db)  # fmt: skip
+        alike, others = [], list[judge.Node]()
+        worst = judge.guilty(nodes)
+        for at in ranked[: LAYERS_OF_A_LOSS - 1]:
+            own, _ = self.nodes(at - 1, "hidden")
+            others += own
+            first = judge.guilty(own)
+            if worst and first and plain(first[0].node) == plain(worst[0].node):
+                alike.append(at - 1)
+        return alike, others
 
     def sources(self) -> list[Path]:
         """The ONNX files that the engine's graph of n tokens comes from, in order: one, or the parts it was cut into."""
@@ -360,8 +383,11 @@ class Bisection:
                   for name in self.clean.inputs(index)} for call in self.probes]  # fmt: skip
         outputs = self.clean.outputs(index)
         target = {"hidden": outputs[0], "key": outputs[-2] if len(outputs) > 1 else outputs[0], "value": outputs[-1]}
-        open_on = lambda model, on_cpu=False: self.save(model, "nodes", on_cpu)
-        return compare_nodes(scope, feeds, target[what], open_on)
+        nodes, lacking = compare_nodes(scope, feeds, target[what], lambda model: self.save(model, "nodes"),
+                                       fuses=self.soc is not None)  # fmt: skip
+        for node in nodes:
+            node.layer = index if 0 <= index < self.clean.count else None
+        return nodes, lacking
 
     def part(self, index: int, name: str | None = None) -> ir.Model:
         """The artifact's block as a model of its own."""

@@ -48,6 +48,11 @@ def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_no
     return 1 if body["first"]["kind"] == "fault" else 0
 
 
+def label(node: dict[str, Any]) -> str:
+    """A node's name for a table, with the neighbour it is computed with."""
+    return f"{node['node']} + {node['fused_with'].rpartition('/')[2]}" if node["fused_with"] else str(node["node"])
+
+
 def show(body: dict[str, Any], all_nodes: bool) -> None:
     """The tables of a bisection and its verdict."""
     decibels = lambda value: "" if value is None else f"{value:.1f}"
@@ -57,12 +62,12 @@ def show(body: dict[str, Any], all_nodes: bool) -> None:
     title = f"{body['engine']}{simulated}, graph of {body['graph']}, {body['tokens']} tokens, against {body['reference']}"
     console.table(title, ["tensor", "depth dB", "by itself dB", "keys dB", "values dB"], rows)
     first = body["first"]
-    nodes = sorted(body["nodes"], key=lambda node: node["effect_db"])
+    nodes = sorted((x for x in body["nodes"] if x["layer"] == first["layer"]), key=lambda node: node["effect_db"])
     nodes = nodes if all_nodes else nodes[:SHOWN_NODES]
     if nodes:
         print()
         console.table(f"nodes of {first['tensor']}, each fed the clean step's tensors", ["node", "own dB", "effect dB"],
-                      [(x["node"], decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes])  # fmt: skip
+                      [(label(x), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes])  # fmt: skip
         for x in nodes:
             for note in x["notes"]:
                 console.line(f"{x['node']}: {note}")

@@ -182,6 +182,7 @@ class Clean:
         """The passes that the artifact's graphs went through."""
         from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+        from sanitize import graph as graphs
         from sanitize.command import choose_passes
         from sanitize.pipeline import sanitize
         from sanitize.target import find_target
@@ -192,6 +193,7 @@ class Clean:
         precision = own.get("precision") if not self.quantised else ("a16" if own["chip"] else None)
         skip: Sequence[str] = own.get("skip", ("common-subexpressions", "duplicates", "transposed-weights", "accurate-*"))
         sanitize(model, find_target(own["target"], own["chip"], precision), choose_passes(skip))
+        graphs.infer_types(model)
 
     def turned(self, hidden: np.ndarray) -> np.ndarray:
         """A residual stream [rows, hidden] of the original as the artifact carries it: rotated where its weights are."""

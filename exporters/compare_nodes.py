@@ -14,13 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from exporters.surgery import IN, Graph, Tensors, in_memory, perturb, unchain, values
+from exporters.surgery import IN, Graph, Tensors, in_memory, pairs, perturb, unchain, values
 from ringstep.errors import RingstepError
-from ringstep.parity.bisect import FP16_MAX, Node, rows_db, value_notes
+from ringstep.parity.bisect import FP16_MAX, Node, explained_db, rows_db, value_notes
+from ringstep.parity.metrics import SILENT_DB
 
 QUANTISED = "_quantised"
+MOVES = ("Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Concat", "Identity", "Expand")
+WORSE_DB = 1.5  # two nodes together must lose this much more than apart to count as one
 LOSS_DB = 6.0  # what a kernel must lose against correct rounding to be called inaccurate
-CONTENT = 64  # elements of a constant that are compared by value
 
 
 class Codes(Protocol):
@@ -44,77 +46,135 @@ class Scope:
     precision: str = "fp16"
 
 
+@dataclass(frozen=True)
+class Calls:
+    """A few calls of one block: what it is fed and what it should compute, a dict for each call."""
+
+    feeds: Sequence[Tensors]
+    """The block's inputs as the artifact stores them."""
+    plain: Sequence[Tensors]
+    """The same in float32."""
+    truth: Sequence[Tensors]
+    """Every tensor of the clean block, and with `.sum` the same again."""
+
+
+class Effects:
+    """The clean block with a way to disturb each of its tensors."""
+
+    def __init__(self, clean: ir.Model, names: Sequence[str], target: str, feeds: Sequence[Tensors],
+                 plain: Sequence[Tensors]) -> None:  # fmt: skip
+        model, known = copied(clean), values(clean.graph)
+        perturb(model, names)
+        self.still = {f"{name}.delta": np.zeros(shape(known[name]), np.float32) for name in names}
+        self.graph = in_memory(model)
+        rest = target.replace("hidden_", "hidden_rest_")
+        self.outputs = [f"{name}.sum" for name in dict.fromkeys((target, rest)) if name in names]
+        self.calls = Calls(feeds, plain, [self.graph.run(call | self.still) for call in plain])
+
+    def db(self, name: str, deltas: Sequence[np.ndarray]) -> float:
+        """What errors of one tensor, an array a call, do to the target; its SNR in dB."""
+        if not all(np.isfinite(d).all() for d in deltas):
+            return -SILENT_DB
+        if not any(d.any() for d in deltas) or not self.outputs:
+            return SILENT_DB
+        moved = [self.graph.run(call | self.still | {f"{name}.delta": delta}, self.outputs)
+                 for call, delta in zip(self.calls.plain, deltas, strict=True)]  # fmt: skip
+        total = lambda run: sum(run[output] for output in self.outputs)
+        return rows_db(stacked([total(run) for run in self.calls.truth]), stacked([total(run) for run in moved]))
+
+
 def compare_nodes(scope: Scope, feeds: Sequence[Tensors], target: str, open_on: Callable[[ir.Model], Graph],
-                  ) -> tuple[list[Node], list[str]]:  # fmt: skip
+                  fuses: bool) -> tuple[list[Node], list[str]]:  # fmt: skip
     """Every node with a tensor in common, and the names of the clean block's nodes whose tensors the artifact lacks.
 
     `feeds` are the block's inputs of a few calls as the artifact stores them; `target` is the output of the block on
-    which effects are measured.
+    which effects are measured. With `fuses` neighbours are tried together too, and stand as one node where that is
+    worse than both apart.
     """
     clean = values(scope.clean.graph)
-    names = [name for name, value in clean.items() if value.dtype == ir.DataType.FLOAT]
     own = values(scope.artifact.graph)
+    names = [name for name, value in clean.items() if value.dtype == ir.DataType.FLOAT]
     held = {name: name if name in own else name + QUANTISED for name in names if {name, name + QUANTISED} & own.keys()}
     lacking = [str(clean[name].producer().name) for name in names if name not in held]  # type: ignore[union-attr]
-    differing = differences(scope) if not any(a.endswith(QUANTISED) for a in held.values()) else {}
-
+    differing = {} if any(a.endswith(QUANTISED) for a in held.values()) else differences(scope)
     # Inputs go by their plain names in both.
     plain = [{name: scope.codec.decode(name, array) for name, array in call.items()} for call in feeds]
-    whole = copied(scope.clean)
-    perturb(whole, list(held))
-    still = {f"{name}.delta": np.zeros(shape(clean[name]), np.float32) for name in held}
-    chained = in_memory(whole)
-    truth = [chained.run(call | still) for call in plain]
+    effects = Effects(scope.clean, list(held), target, feeds, plain)
 
-    apart = copied(scope.clean)
-    unchain(apart, held)
-    inputs = {str(v.name) for v in apart.graph.inputs}
-    unchain(scope.artifact, held.values())
     stored: list[Tensors] = []
     with np.errstate(over="ignore"):
-        for call, known in zip(feeds, truth, strict=True):
-            fed = {f"{own}{IN}": scope.codec.encode(name, known[name]) for name, own in held.items()}
+        for call, known in zip(feeds, effects.calls.truth, strict=True):
+            fed = {f"{mine}{IN}": scope.codec.encode(name, known[name]) for name, mine in held.items()}
             stored.append({**call, **{k + QUANTISED: v for k, v in call.items()}, **fed})
-    exact = in_memory(apart)
-    wanted = [exact.run(call | {name + IN: scope.codec.decode(name, s[own + IN]) for name, own in held.items()
-                                if name + IN in inputs})
-              for call, s in zip(plain, stored, strict=True)]  # fmt: skip
-    graph = open_on(scope.artifact)
-    try:
-        made = [graph.run(call) for call in stored]
-    finally:
-        graph.close()
+    exact = copied(scope.clean)
+    unchain(exact, held)
+    as_stored = [call | {name + IN: scope.codec.decode(name, fed[mine + IN]) for name, mine in held.items()}
+                 for call, fed in zip(plain, stored, strict=True)]  # fmt: skip
+    joined = copied(exact) if fuses else None
+    wanted = run_all(in_memory(exact), as_stored)
+    apart = ir.from_proto(ir.to_proto(scope.artifact)) if fuses else None
+    unchain(scope.artifact, held.values())
+    made = run_all(open_on(scope.artifact), stored)
 
-    nodes = []
-    rest = target.replace("hidden_", "hidden_rest_")
-    total = lambda run: run[f"{target}.sum"] + (run[f"{rest}.sum"] if rest != target and f"{rest}.sum" in run else 0.0)
-    outputs = [f"{name}.sum" for name in (target, rest) if name in held]
-    for name, own_name in held.items():
-        raw = [run[own_name] for run in made]
+    nodes: dict[str, Node] = {}
+    errors: dict[str, float] = {}
+    for name, mine in held.items():
+        raw = [run[mine] for run in made]
         have = [scope.codec.decode(name, array) for array in raw]
         want = [run[name] for run in wanted]
-        deltas = [h - w for h, w in zip(have, want, strict=True)]
-        own_db = rows_db(stacked(want), stacked(have))
-        effect = 300.0
-        if not all(np.isfinite(d).all() for d in deltas):
-            effect = -300.0
-        elif any(d.any() for d in deltas) and outputs:
-            moved = [chained.run(call | still | {f"{name}.delta": delta}, outputs)
-                     for call, delta in zip(plain, deltas, strict=True)]  # fmt: skip
-            effect = rows_db(stacked([total(t) for t in truth]), stacked([total(m) for m in moved]))
         producer = clean[name].producer()
         assert producer is not None
-        notes = list(differing.get(str(producer.name), []))
-        notes += value_notes(name, np.concatenate([r.reshape(-1) for r in raw]))
-        clean_largest = max(float(np.abs(t[name]).max(initial=0.0)) for t in truth)
-        if clean_largest > FP16_MAX and raw[0].dtype == np.float16:
-            notes.append(f"should reach {clean_largest:.3g}, beyond fp16's 65504")
-        notes += inaccurate(scope, producer, [{**call, **t} for call, t in zip(plain, truth, strict=True)])
+        notes = [*differing.get(str(producer.name), []), *value_notes(name, np.concatenate([r.ravel() for r in raw]))]
+        reach = max(float(np.abs(run[name]).max(initial=0.0)) for run in effects.calls.truth)
+        if reach > FP16_MAX and raw[0].dtype == np.float16:
+            notes.append(f"should reach {reach:.3g}, beyond fp16's 65504")
+        notes += inaccurate(scope, producer, effects.calls)
         largest = max(float(np.abs(h).max(initial=0.0)) for h in have)
-        nodes.append(Node(str(producer.name), producer.op_type, name, own_db, effect, largest, notes))
-    chained.close()
-    exact.close()
-    return nodes, lacking
+        deltas = [h - w for h, w in zip(have, want, strict=True)]
+        errors[name] = effects.db(name, deltas)
+        nodes[name] = Node(str(producer.name), producer.op_type, name, rows_db(stacked(want), stacked(have)),
+                           errors[name], largest, None, "", notes)  # fmt: skip
+    if apart is not None and joined is not None:
+        unchain(apart, held.values())
+        back = {mine: name for name, mine in held.items()}
+        fused(scope, effects, nodes, back, (apart, joined), stored, as_stored, open_on)
+    return list(nodes.values()), lacking
+
+
+def fused(scope: Scope, effects: Effects, nodes: dict[str, Node], back: Mapping[str, str],
+          models: tuple[ir.Model, ir.Model], stored: Sequence[Tensors], plain: Sequence[Tensors],
+          open_on: Callable[[ir.Model], Graph]) -> None:  # fmt: skip
+    """Put one node in the place of two neighbours wherever the engine computes them worse together than apart."""
+    counts = lambda name: nodes[name].op not in MOVES
+    artifact, clean = models
+    mine = {output: (back[a], back[b]) for output, (a, b) in pairs(artifact, list(back)).items()}
+    theirs = {both: output for output, both in pairs(clean, list(back.values())).items()}
+    mine = {output: both for output, both in mine.items() if both in theirs and all(map(counts, both))}
+    if not mine:
+        return
+    made, wanted = run_all(open_on(artifact), stored), run_all(in_memory(clean), plain)
+    for output, (first, second) in mine.items():
+        have = [scope.codec.decode(second, run[output]) for run in made]
+        want = [run[theirs[first, second]] for run in wanted]
+        db = effects.db(second, [h - w for h, w in zip(have, want, strict=True)])
+        a, b = nodes.get(first), nodes.get(second)
+        if a is None or b is None or a.fused_with or b.fused_with or db > explained_db([a, b]) - WORSE_DB:
+            continue
+        known = lambda node: any(note.startswith("inaccurate") for note in node.notes)
+        lead, other = (b, a) if known(b) and not known(a) else (a, b)
+        own = rows_db(stacked(want), stacked(have))
+        notes = [*lead.notes, f"computed as one with {other.node}: {db:.1f} dB together, "
+                 f"{explained_db([a, b]):.1f} apart"]  # fmt: skip
+        del nodes[first]
+        nodes[second] = Node(lead.node, lead.op, second, own, db, b.largest, None, other.node, notes)
+
+
+def run_all(graph: Graph, calls: Sequence[Tensors]) -> list[Tensors]:
+    """Run a graph on every call and close it."""
+    try:
+        return [graph.run(call) for call in calls]
+    finally:
+        graph.close()
 
 
 def copied(model: ir.Model) -> ir.Model:
@@ -133,7 +193,7 @@ def stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([a.reshape(-1, a.shape[-1] if a.ndim else 1) for a in arrays])
 
 
-def inaccurate(scope: Scope, node: ir.Node, runs: Sequence[Mapping[str, np.ndarray]]) -> list[str]:
+def inaccurate(scope: Scope, node: ir.Node, calls: Calls) -> list[str]:
     """Whether the chip is known to compute this operator poorly over the values it takes here."""
     if scope.chip is None:
         return []
@@ -144,6 +204,7 @@ def inaccurate(scope: Scope, node: ir.Node, runs: Sequence[Mapping[str, np.ndarr
     except RingstepError:
         return []
     first = node.inputs[0]
+    runs = [{**fed, **made} for fed, made in zip(calls.plain, calls.truth, strict=True)]
     taken = [run[str(first.name)] for run in runs if first is not None and str(first.name) in run]
     if not taken:
         return []

@@ -32,15 +32,18 @@ class Graph(Protocol):
 
 
 class OrtGraph:
-    """An ONNX file or model on ONNX Runtime's CPU provider, without its optimiser: nodes stay what they are."""
+    """An ONNX file or model on ONNX Runtime's CPU provider."""
 
-    def __init__(self, model: Path | bytes, name: str) -> None:
+    def __init__(self, model: Path | bytes, name: str, optimised: bool = True) -> None:
+        """Without `optimised` nodes stay what they are."""
         import onnxruntime as ort
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
         options.intra_op_num_threads = os.cpu_count() or 1
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as engines/ort.py
+        if not optimised:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             source = str(model) if isinstance(model, Path) else model
             self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
@@ -83,7 +86,7 @@ def open_graph(path: Path, soc_model: int | None) -> Graph:
 
 def in_memory(model: ir.Model) -> OrtGraph:
     """A model whose tensors all lie in memory, on ONNX Runtime."""
-    return OrtGraph(ir.to_proto(model).SerializeToString(), str(model.graph.name))
+    return OrtGraph(ir.to_proto(model).SerializeToString(), str(model.graph.name), optimised=False)
 
 
 def values(graph: ir.Graph) -> dict[str, ir.Value]:
@@ -111,6 +114,66 @@ def unchain(model: ir.Model, names: Iterable[str]) -> list[str]:
         for node, index in list(value.uses()):
             node.replace_input_with(index, fed)
         model.graph.inputs.append(fed)
+    return found
+
+
+def pairs(model: ir.Model, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Make an unchained model one of pairs: every piece joined with the one piece that reads its result.
+
+    Compilers fuse neighbours, and the fused kernel may round otherwise than both apart. Pieces stay only as members of
+    pairs; a result read by several pieces makes none (it has to exist by itself). Returns the outputs NAME@k, each with
+    the tensor inside and the tensor made.
+    """
+    graph, known = model.graph, values(model.graph)
+    pieces = {name: piece(known[name]) for name in names}
+    readers: dict[str, list[str]] = {}
+    for name, nodes in pieces.items():
+        for fed in {str(v.name) for node in nodes for v in node.inputs if v is not None}:
+            if fed.endswith(IN):
+                readers.setdefault(fed.removesuffix(IN), []).append(name)
+    made: dict[str, tuple[str, str]] = {}
+    nodes: list[ir.Node] = []
+    outputs: list[ir.Value] = []
+    for first, own in readers.items():
+        if len(own) != 1:
+            continue
+        (second,), tag = own, f"@{len(made)}"
+        copies: dict[ir.Value | None, ir.Value | None] = {}
+        for node in [*pieces[first], *(n for n in pieces[second] if n not in pieces[first])]:
+            inputs = [copies.get(v, copies.get(known[first]) if v is not None and v.name == first + IN else v)
+                      for v in node.inputs]  # fmt: skip
+            results = [ir.Value(name=f"{v.name}{tag}", shape=v.shape, type=v.type) for v in node.outputs]
+            copies.update(zip(node.outputs, results, strict=True))
+            nodes.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=results,
+                                 name=f"{node.name}{tag}"))  # fmt: skip
+        result = copies[known[second]]
+        assert result is not None
+        outputs.append(result)
+        made[str(result.name)] = (first, second)
+    graph.outputs.clear()
+    graph.remove(list(graph), safe=True)
+    graph.extend(nodes)
+    graph.outputs.extend(outputs)
+    used = {v for node in nodes for v in node.inputs}
+    kept = [v for v in graph.inputs if v in used]
+    graph.inputs.clear()
+    graph.inputs.extend(kept)
+    return made
+
+
+def piece(value: ir.Value) -> list[ir.Node]:
+    """The nodes that make a value out of a graph's inputs, in order."""
+    found: list[ir.Node] = []
+
+    def visit(node: ir.Node | None) -> None:
+        if node is None or node in found:
+            return
+        for used in node.inputs:
+            if used is not None:
+                visit(used.producer())
+        found.append(node)
+
+    visit(value.producer())
     return found
 
 

@@ -79,7 +79,15 @@ class Node:
     """What its error alone does to the block's worst output, all the rest computed in float32."""
     largest: float
     """Largest magnitude of the output on the engine."""
+    layer: int | None = None
+    fused_with: str = ""
+    """The neighbour that the compiler computes together with it: both as one node, worse than apart."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """Its name for a table."""
+        return f"{self.node} + {self.fused_with.rpartition('/')[2]}" if self.fused_with else self.node
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,12 @@ def guilty(nodes: Sequence[Node]) -> list[Node]:
     return [node for node in ranked if node.effect_db <= ranked[0].effect_db + TIES_DB] if ranked else []
 
 
+def explained_db(nodes: Sequence[Node]) -> float:
+    """The block's SNR in dB if all that its nodes do by themselves simply added up."""
+    noise = sum(10.0 ** (-node.effect_db / 10.0) for node in nodes)
+    return float(np.clip(-10.0 * np.log10(max(noise, 1e-30)), -SILENT_DB, SILENT_DB))
+
+
 def stage_of(stages: Sequence[Mapping[str, Any]]) -> str | None:
     """The stage that brings the error in: the first that has half of the last one's noise, by local SNR in dB."""
     if not stages:
@@ -171,19 +185,27 @@ def value_notes(name: str, values: np.ndarray) -> list[str]:
     return []
 
 
-def verdict(blocks: Sequence[Block], found: Finding, nodes: Sequence[Node], stage: str | None) -> str:
-    """One line for people."""
+def verdict(blocks: Sequence[Block], found: Finding, nodes: Sequence[Node], stage: str | None,
+            alike: Sequence[int] = ()) -> str:  # fmt: skip
+    """One line for people. `alike` are other layers whose main loss is the same node."""
     block = blocks[found.block]
     name = block.tensor if found.what == "hidden" else f"new_{found.what}_{block.layer}"
     where = f"layer {block.layer}" if block.layer is not None else block.tensor
     to_blame = guilty(nodes)
-    node = f" {to_blame[0].node} ({to_blame[0].op})" if to_blame else ""
+    node = f"{to_blame[0].label} ({to_blame[0].op})" if to_blame else ""
     at = f", stage {stage}" if stage else ""
     if found.kind == "fault":
         text = f"{where} is at fault: {name} has {found.db:.1f} dB by itself, {found.typical_db:.1f} is usual{at}"
-        return f"{text}; first diverging node:{node}" if node else text
+        return f"{text}; first diverging node: {node}" if node else text
     text = f"no block is at fault; {where} loses most, {found.db:.1f} dB by itself{at}"
-    return f"{text}; main loss:{node}" if node else text
+    if node:
+        text += f"; main loss: {node}"
+    if alike:
+        text += f", as in layer{'s' * (len(alike) > 1)} {', '.join(map(str, alike))}"
+    apart = explained_db(nodes)
+    if nodes and found.db < apart - TIES_DB:
+        text += f"; its nodes alone would give {apart:.1f} dB: more of them are computed together"
+    return text
 
 
 def as_json(blocks: Sequence[Block]) -> list[dict[str, Any]]:
