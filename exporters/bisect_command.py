@@ -48,13 +48,10 @@ def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_no
     return 1 if body["first"]["kind"] == "fault" else 0
 
 
-def label(node: dict[str, Any]) -> str:
-    """A node's name for a table, with the neighbour it is computed with."""
-    return f"{node['node']} + {node['fused_with'].rpartition('/')[2]}" if node["fused_with"] else str(node["node"])
-
-
 def show(body: dict[str, Any], all_nodes: bool) -> None:
     """The tables of a bisection and its verdict."""
+    from ringstep.parity.bisect import label
+
     decibels = lambda value: "" if value is None else f"{value:.1f}"
     rows = [(b["tensor"], decibels(b["snr_db"]), decibels(b["local_db"]), decibels(b["key_db"]), decibels(b["value_db"]))
             for b in body["depth"]]  # fmt: skip
@@ -67,7 +64,7 @@ def show(body: dict[str, Any], all_nodes: bool) -> None:
     if nodes:
         print()
         console.table(f"nodes of {first['tensor']}, each fed the clean step's tensors", ["node", "own dB", "effect dB"],
-                      [(label(x), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes])  # fmt: skip
+                      [(label(x["node"], x["fused_with"]), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes])  # fmt: skip
         for x in nodes:
             for note in x["notes"]:
                 console.line(f"{x['node']}: {note}")

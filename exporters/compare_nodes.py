@@ -7,6 +7,7 @@ difference to the clean block, where everything after it is exact.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,14 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
-from exporters.surgery import IN, Graph, Tensors, in_memory, pairs, perturb, unchain, values
+from exporters.surgery import IN, Graph, Tensors, groups, in_memory, perturb, unchain, values
 from ringstep.errors import RingstepError
 from ringstep.parity.bisect import FP16_MAX, Node, explained_db, rows_db, value_notes
 from ringstep.parity.metrics import SILENT_DB
 
 QUANTISED = "_quantised"
 MOVES = ("Reshape", "Transpose", "Split", "Slice", "Squeeze", "Unsqueeze", "Concat", "Identity", "Expand")
-WORSE_DB = 1.5  # two nodes together must lose this much more than apart to count as one
+WORSE_DB = 1.5  # neighbours together must lose this much more than apart to count as one
+GROUP = 10  # pieces that are tried together
 LOSS_DB = 6.0  # what a kernel must lose against correct rounding to be called inaccurate
 
 
@@ -144,29 +146,40 @@ def compare_nodes(scope: Scope, feeds: Sequence[Tensors], target: str, open_on: 
 def fused(scope: Scope, effects: Effects, nodes: dict[str, Node], back: Mapping[str, str],
           models: tuple[ir.Model, ir.Model], stored: Sequence[Tensors], plain: Sequence[Tensors],
           open_on: Callable[[ir.Model], Graph]) -> None:  # fmt: skip
-    """Put one node in the place of two neighbours wherever the engine computes them worse together than apart."""
-    counts = lambda name: nodes[name].op not in MOVES
+    """Put one node in the place of neighbours wherever the engine computes them worse together than apart."""
     artifact, clean = models
-    mine = {output: (back[a], back[b]) for output, (a, b) in pairs(artifact, list(back)).items()}
-    theirs = {both: output for output, both in pairs(clean, list(back.values())).items()}
-    mine = {output: both for output, both in mine.items() if both in theirs and all(map(counts, both))}
+    mine = {output: tuple(back[name] for name in inside) for output, inside in groups(artifact, back, GROUP).items()}
+    theirs = {inside: output for output, inside in groups(clean, list(back.values()), GROUP).items()}
+    mine = {output: inside for output, inside in mine.items() if inside in theirs}
     if not mine:
         return
     made, wanted = run_all(open_on(artifact), stored), run_all(in_memory(clean), plain)
-    for output, (first, second) in mine.items():
-        have = [scope.codec.decode(second, run[output]) for run in made]
-        want = [run[theirs[first, second]] for run in wanted]
-        db = effects.db(second, [h - w for h, w in zip(have, want, strict=True)])
-        a, b = nodes.get(first), nodes.get(second)
-        if a is None or b is None or a.fused_with or b.fused_with or db > explained_db([a, b]) - WORSE_DB:
+    worse: list[tuple[float, tuple[str, ...], Node]] = []
+    for output, inside in mine.items():
+        last = inside[-1]
+        have = [scope.codec.decode(last, run[output]) for run in made]
+        want = [run[theirs[inside]] for run in wanted]
+        db = effects.db(last, [h - w for h, w in zip(have, want, strict=True)])
+        members = [nodes[name] for name in inside if nodes[name].op not in MOVES]
+        apart = explained_db(members)
+        if len(members) < 2 or db > apart - WORSE_DB:
             continue
-        known = lambda node: any(note.startswith("inaccurate") for note in node.notes)
-        lead, other = (b, a) if known(b) and not known(a) else (a, b)
+        known = [m for m in members if any(note.startswith("inaccurate") for note in m.notes)]
+        lead = min(known or members, key=lambda m: m.effect_db)
+        others = ", ".join(m.node for m in members if m is not lead)
+        notes = [*lead.notes, f"computed as one with {others}: {db:.1f} dB together, {apart:.1f} apart"]
         own = rows_db(stacked(want), stacked(have))
-        notes = [*lead.notes, f"computed as one with {other.node}: {db:.1f} dB together, "
-                 f"{explained_db([a, b]):.1f} apart"]  # fmt: skip
-        del nodes[first]
-        nodes[second] = Node(lead.node, lead.op, second, own, db, b.largest, None, other.node, notes)
+        worse.append((db - apart, inside, dataclasses.replace(lead, tensor=last, own_db=own, effect_db=db,
+                                                              fused_with=others, notes=notes)))  # fmt: skip
+    # The smallest group that explains a loss, not one that only holds it.
+    taken: set[str] = set()
+    for _, inside, node in sorted(worse, key=lambda found: (found[0] > min(w[0] for w in worse) + 1.0, len(found[1]))):
+        if not taken & set(inside):
+            taken |= set(inside)
+            for name in inside:
+                if nodes[name].op not in MOVES:
+                    del nodes[name]
+            nodes[inside[-1]] = node
 
 
 def run_all(graph: Graph, calls: Sequence[Tensors]) -> list[Tensors]:

@@ -117,39 +117,44 @@ def unchain(model: ir.Model, names: Iterable[str]) -> list[str]:
     return found
 
 
-def pairs(model: ir.Model, names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Make an unchained model one of pairs: every piece joined with the one piece that reads its result.
+def groups(model: ir.Model, names: Iterable[str], limit: int) -> dict[str, tuple[str, ...]]:
+    """Make an unchained model one of groups: every piece joined with all that is made of its result, up to where the
+    ways meet again. SiLU's linear is joined with Sigmoid and Mul, a lone reader with what it reads.
 
-    Compilers fuse neighbours, and the fused kernel may round otherwise than both apart. Pieces stay only as members of
-    pairs; a result read by several pieces makes none (it has to exist by itself). Returns the outputs NAME@k, each with
-    the tensor inside and the tensor made.
+    Compilers fuse neighbours, and the fused kernel may round otherwise than they do apart. Returns the outputs NAME@k,
+    each with the tensors inside, the one made last. Groups of more than `limit` pieces are left out.
     """
     graph, known = model.graph, values(model.graph)
     pieces = {name: piece(known[name]) for name in names}
-    readers: dict[str, list[str]] = {}
-    for name, nodes in pieces.items():
-        for fed in {str(v.name) for node in nodes for v in node.inputs if v is not None}:
-            if fed.endswith(IN):
-                readers.setdefault(fed.removesuffix(IN), []).append(name)
-    made: dict[str, tuple[str, str]] = {}
+    reads = {name: {str(v.name).removesuffix(IN) for node in nodes for v in node.inputs
+                    if v is not None and str(v.name).endswith(IN)} for name, nodes in pieces.items()}  # fmt: skip
+    readers = {name: [other for other in pieces if name in reads[other]] for name in pieces}
+    made: dict[str, tuple[str, ...]] = {}
     nodes: list[ir.Node] = []
     outputs: list[ir.Value] = []
-    for first, own in readers.items():
-        if len(own) != 1:
+    for first, last in meeting(readers).items():
+        inside = [n for n in pieces if n in between(readers, first, last)]
+        if len(inside) > limit:
             continue
-        (second,), tag = own, f"@{len(made)}"
+        tag = f"@{len(made)}"
         copies: dict[ir.Value | None, ir.Value | None] = {}
-        for node in [*pieces[first], *(n for n in pieces[second] if n not in pieces[first])]:
-            inputs = [copies.get(v, copies.get(known[first]) if v is not None and v.name == first + IN else v)
-                      for v in node.inputs]  # fmt: skip
-            results = [ir.Value(name=f"{v.name}{tag}", shape=v.shape, type=v.type) for v in node.outputs]
-            copies.update(zip(node.outputs, results, strict=True))
-            nodes.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=results,
-                                 name=f"{node.name}{tag}"))  # fmt: skip
-        result = copies[known[second]]
+        done = list[ir.Node]()
+        for name in inside:
+            for node in pieces[name]:
+                if node in done:
+                    continue
+                done.append(node)
+                joined = {known[n].name + IN: copies.get(known[n]) for n in inside}  # type: ignore[operator]
+                inputs = [copies.get(v) or (joined.get(str(v.name)) if v is not None else None) or v
+                          for v in node.inputs]  # fmt: skip
+                results = [ir.Value(name=f"{v.name}{tag}", shape=v.shape, type=v.type) for v in node.outputs]
+                copies.update(zip(node.outputs, results, strict=True))
+                nodes.append(ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=results,
+                                     name=f"{node.name}{tag}"))  # fmt: skip
+        result = copies[known[last]]
         assert result is not None
         outputs.append(result)
-        made[str(result.name)] = (first, second)
+        made[str(result.name)] = tuple(inside)
     graph.outputs.clear()
     graph.remove(list(graph), safe=True)
     graph.extend(nodes)
@@ -159,6 +164,30 @@ def pairs(model: ir.Model, names: Iterable[str]) -> dict[str, tuple[str, str]]:
     graph.inputs.clear()
     graph.inputs.extend(kept)
     return made
+
+
+def meeting(readers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """For each piece the first that every way from it leads through; pieces in order, their readers after them.
+
+    A piece that ends without a reader, the block's own output, meets nothing.
+    """
+    after: dict[str, set[str]] = {}
+    order = list(readers)
+    for name in reversed(order):
+        own = [after[reader] | {reader} for reader in readers[name]]
+        after[name] = set.intersection(*own) if own else set()
+    return {name: min(after[name], key=order.index) for name in order if after[name]}
+
+
+def between(readers: Mapping[str, Sequence[str]], first: str, last: str) -> set[str]:
+    """Everything on a way from `first` to `last`, both included."""
+    found, left = {first, last}, [first]
+    while left:
+        for reader in readers[left.pop()]:
+            if reader not in found:
+                found.add(reader)
+                left.append(reader)
+    return found
 
 
 def piece(value: ir.Value) -> list[ir.Node]:

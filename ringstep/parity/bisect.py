@@ -81,13 +81,13 @@ class Node:
     """Largest magnitude of the output on the engine."""
     layer: int | None = None
     fused_with: str = ""
-    """The neighbour that the compiler computes together with it: both as one node, worse than apart."""
+    """The neighbours that the compiler computes together with it, as one node and worse than apart; by comma."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def label(self) -> str:
         """Its name for a table."""
-        return f"{self.node} + {self.fused_with.rpartition('/')[2]}" if self.fused_with else self.node
+        return label(self.node, self.fused_with)
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,13 @@ class Finding:
     db: float
     typical_db: float
     """Median of the same measure over the other blocks."""
+
+
+def label(node: str, fused_with: str) -> str:
+    """A node and its neighbours in short: /layers.0/mlp/Sigmoid + gate_proj/Gemm, Mul."""
+    scope = node.rpartition("/")[0] + "/"
+    others = ", ".join(name.removeprefix(scope) for name in fused_with.split(", "))
+    return f"{node} + {others}" if fused_with else node
 
 
 def rows_db(reference: Floats, other: Floats) -> float:
