@@ -23,7 +23,7 @@ import onnx_ir as ir
 from exporters.clean import Clean, entries_at, watch
 from exporters.compare_nodes import Scope, compare_nodes
 from exporters.onnx import graph_file, hidden_names, traced_file
-from exporters.prove import as_stored, open_reference, proof_ids
+from exporters.prove import Reference, as_stored, open_reference, proof_ids
 from exporters.surgery import IN, Graph, Tensors, expose, extract, in_memory, open_graph, unchain, workshop
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
@@ -108,16 +108,11 @@ class Exposed:
 class Bisection:
     """One run over one graph of an artifact."""
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint, engine: str, n: int | None = None) -> None:
+    def __init__(self, folder: Path, checkpoint: Checkpoint, engine: str, n: int, reference: Reference) -> None:
         self.folder, self.engine = folder, engine
         self.spec = StepSpec.load(folder)
         self.clean = Clean(folder, self.spec, checkpoint)
-        chosen = n or max(graph.n for graph in self.spec.graphs)
-        if chosen not in {graph.n for graph in self.spec.graphs}:
-            have = ", ".join(str(graph.n) for graph in self.spec.graphs)
-            raise RingstepError(f"--graph {chosen}: this artifact has graphs of {have} tokens")
-        self.graph: GraphSpec = self.spec.graph(chosen)
-        self.n = chosen
+        self.n, self.graph, self.reference = n, self.spec.graph(n), reference
         self.soc: int | None = None
         if engine == "qnn-sim":
             chip = self.spec.target.get("chip")
@@ -128,7 +123,6 @@ class Bisection:
         weights = sum(p.stat().st_size for p in (folder / "onnx").glob("*.bin") if p.name != "embedding.bin")
         self.slow = self.soc is not None and (weights > SLOW_BYTES or bool(self.spec.scheme))
         self.skip = len(self.spec.prefix.ids) if self.spec.prefix else 0
-        self.reference = open_reference(checkpoint)
 
     # What is fed.
 
@@ -444,8 +438,23 @@ def plain_result(made: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def bisect(folder: Path, checkpoint: Checkpoint, engine: str, n: int | None = None) -> dict[str, Any]:
-    """Bisect one graph of an artifact (None: its largest) and write bisect.json; returns its body."""
-    body = Bisection(folder, checkpoint, engine, n).run()
+    """Bisect an artifact and write bisect.json; returns its body.
+
+    `n`: the graph of so many tokens a step. None: on ONNX Runtime each in turn, and the first at fault is told of; on
+    the simulator the smallest, which every answer is made with.
+    """
+    sizes = sorted(graph.n for graph in StepSpec.load(folder).graphs)
+    if n is not None and n not in sizes:
+        raise RingstepError(f"--graph {n}: this artifact has graphs of {', '.join(map(str, sizes))} tokens")
+    wanted = [n] if n is not None else sizes if engine == "ort" else sizes[:1]
+    reference = open_reference(checkpoint)
+    bodies = []
+    for size in wanted:
+        bodies.append(Bisection(folder, checkpoint, engine, size, reference).run())
+        if bodies[-1]["first"]["kind"] == "fault":
+            break
+    body = bodies[-1] if bodies[-1]["first"]["kind"] == "fault" else min(bodies, key=lambda b: b["first"]["local_db"])
+    body["graphs"] = [b["graph"] for b in bodies]
     temporary = folder / f".bisect.json.tmp-{os.getpid()}"
     temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, folder / "bisect.json")

@@ -18,8 +18,8 @@ SHOWN_NODES = 12
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
               help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.")  # fmt: skip
-@click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens. Default: each in turn on ort, "
-              "the largest on qnn-sim.")  # fmt: skip
+@click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens a step. Default: each in turn "
+              "on ort, the smallest on qnn-sim.")  # fmt: skip
 @click.option("--model", help="The original, when it is no longer where the export found it.")
 @click.option("--all-nodes", is_flag=True, help="Show every node of the block, not the worst dozen.")
 @as_json
