@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ from exporters.compare_nodes import Scope, compare_nodes
 from exporters.onnx import graph_file, hidden_names, traced_file
 from exporters.prove import Reference, as_stored, open_reference, proof_ids
 from exporters.surgery import IN, Graph, Tensors, expose, extract, in_memory, open_graph, unchain, workshop
+from exporters.tapped import Call, Codec, Exposed
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
-from ringstep.contract import Encoding, GraphSpec, StepSpec
+from ringstep.contract import StepSpec
 from ringstep.devices import find_device
-from ringstep.encoding import dequantise, open_prefix, open_table, quantise
-from ringstep.engines.base import Arrays
+from ringstep.encoding import open_prefix, open_table
 from ringstep.errors import RingstepError
 from ringstep.parity import bisect as judge
 from ringstep.parity.bisect import Block, rows_db
@@ -41,68 +40,6 @@ DECODE_CALLS, CHUNK_CALLS = 6, 2  # calls that the local measure looks at
 SLOW_BYTES = 64 << 20  # of weights, above which the simulator takes seconds a call
 SLOW_TOKENS, SLOW_CALLS = 6, 3
 LAYERS_OF_A_LOSS = 3  # a loss of arithmetic is looked for in so many layers
-ACTIVATIONS = Path("quantize/activations.json")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a step with the original's caches: what the graph is fed, as the artifact stores it."""
-
-    position: int
-    feeds: Tensors
-
-
-class Codec:
-    """Floats to and from what the artifact's tensors hold."""
-
-    def __init__(self, folder: Path, spec: StepSpec) -> None:
-        self.dtype = spec.dtype
-        self.encodings: dict[str, tuple[str, Encoding]] = {}
-        if spec.scheme and (folder / ACTIVATIONS).is_file():
-            body = json.loads((folder / ACTIVATIONS).read_text())
-            self.encodings = {k: (e["dtype"], Encoding(e["scale"], e["zero"])) for k, e in body.items()}
-            self.dtype = "float32"
-        for tensor in (*spec.graphs[0].inputs, *spec.graphs[0].outputs):
-            if tensor.encoding is not None:
-                self.encodings[tensor.name] = (tensor.dtype, tensor.encoding)
-
-    def own(self, name: str) -> tuple[str, Encoding] | None:
-        """The type and encoding of a tensor; None where it is a float."""
-        return self.encodings.get(name.removesuffix("_quantised"))
-
-    def encode(self, name: str, array: np.ndarray, dtype: str | None = None) -> np.ndarray:
-        """Floats as the tensor holds them."""
-        own = self.own(name)
-        if own is None:
-            return np.ascontiguousarray(array, dtype or self.dtype)
-        return quantise(array, own[1], own[0])  # type: ignore[arg-type]
-
-    def decode(self, name: str, array: np.ndarray) -> np.ndarray:
-        """What a tensor holds, in float32; whole numbers that are no encoding stay."""
-        own = self.own(name)
-        if own is None:
-            return array.astype(np.float32) if array.dtype.kind == "f" else array
-        return dequantise(array, own[1])
-
-
-class Exposed:
-    """An engine of DecodeSession that keeps tensors from inside of every step."""
-
-    def __init__(self, name: str, graphs: Sequence[Graph], kept: Sequence[str]) -> None:
-        self.name, self.graphs, self.names = name, graphs, kept
-        self.kept: list[Tensors] = []
-
-    def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
-        pool: Tensors = dict(inputs)
-        for graph in self.graphs:
-            pool |= graph.run(pool)
-        for name, array in outputs.items():
-            array[...] = pool[name]
-        self.kept.append({name: pool[name].copy() for name in self.names if name in pool})
-
-    def close(self) -> None:
-        for graph in self.graphs:
-            graph.close()
 
 
 class Bisection:
@@ -117,7 +54,7 @@ class Bisection:
         if engine == "qnn-sim":
             chip = self.spec.target.get("chip")
             if not chip:
-                raise RingstepError(f"{folder}: ONNX files for no chip, and the simulator needs one; export with --device")
+                raise RingstepError(f"{folder}: made for no chip, and the simulator needs one; export with --device")
             self.soc = find_device(chip).chip.soc_model
         self.codec = Codec(folder, self.spec)
         weights = sum(p.stat().st_size for p in (folder / "onnx").glob("*.bin") if p.name != "embedding.bin")
@@ -197,7 +134,8 @@ class Bisection:
             index = found.block - 1
             with console.progress(f"{label}the nodes of {blocks[found.block].tensor}"):
                 nodes, missing = self.nodes(index, found.what)
-            alike, others = [], []
+            alike: list[int] = []
+            others: list[judge.Node] = []
             if found.kind == "loss" and self.soc:
                 with console.progress(f"{label}the nodes of other layers"):
                     alike, others = self.same_loss(blocks, found.block, nodes)
@@ -236,7 +174,7 @@ class Bisection:
         return alike, others
 
     def sources(self) -> list[Path]:
-        """The ONNX files that the engine's graph of n tokens comes from, in order: one, or the parts it was cut into."""
+        """The ONNX files that the engine's graph comes from, in order: one, or the parts it was cut into."""
         whole = self.folder / "onnx" / graph_file(self.n)
         parts = self.graph.parts.get("qnn", ()) if self.soc else ()
         if len(parts) < 2:
@@ -263,7 +201,8 @@ class Bisection:
         try:
             ir.save(model, path)
         except OSError as error:
-            raise RingstepError(f"{path.parent}: cannot be written ({error.strerror}); copy the artifact first") from None
+            reason = f"cannot be written ({error.strerror}); copy the artifact first"
+            raise RingstepError(f"{path.parent}: {reason}") from None
         return open_graph(path, None if on_cpu else self.soc)
 
     def hidden_tensors(self) -> list[str]:
@@ -306,7 +245,10 @@ class Bisection:
 
     def blocks(self, cumulative: Sequence[float]) -> list[Block]:
         """Every block fed the original's states, against the recipe's block in eager torch on the same values."""
-        graphs = self.opened(unchain, self.hidden_tensors(), "unchained")
+        # The rest of a sum is made of the sum itself, not of what the next block is fed.
+        siblings = {plain: rest for plain, rest in (hidden_names(i, 2) for i in range(self.clean.count))}
+        apart = lambda model, names: unchain(model, names, siblings)
+        graphs = self.opened(apart, self.hidden_tensors(), "unchained")
         results: list[Tensors] = []
         try:
             for call in self.probes:
@@ -331,15 +273,14 @@ class Bisection:
                 have = [self.result(results[k], name) for k in range(len(results))]
                 dbs[name] = rows_db(np.concatenate([w[name].reshape(-1, w[name].shape[-1]) for w in want]),
                                     np.concatenate([h.reshape(-1, h.shape[-1]) for h in have]))  # fmt: skip
-            others = list(dbs)[1:]
             recipe = None
             if 0 <= index < self.clean.count:
                 spots = [c.position for c in self.probes]
                 truth = np.concatenate([self.clean.turned(self.hidden[index + 1][p : p + self.n]) for p in spots])
                 recipe = rows_db(truth, np.concatenate([w[tensor] for w in want]))
             layer = index if 0 <= index < self.clean.count else None
-            found.append(Block(tensor, layer, cumulative[index + 1], dbs[tensor],
-                               *(dbs[name] for name in others), recipe_db=recipe))  # fmt: skip
+            keys, vals = [*dbs.values(), None, None][1:3] if layer is not None else (None, None)
+            found.append(Block(tensor, layer, cumulative[index + 1], dbs[tensor], keys, vals, recipe))
         return found
 
     def fed(self, call: Call) -> Tensors:
@@ -371,8 +312,8 @@ class Bisection:
             return [], []
         if index < 0:
             what = "hidden"
-        precision = "a16" if self.spec.scheme else "fp16"
-        scope = Scope(self.part(index), self.clean.block(index, self.n), self.codec, self.spec.target.get("chip"), precision)
+        chip, precision = self.spec.target.get("chip"), "a16" if self.spec.scheme else "fp16"
+        scope = Scope(self.part(index), self.clean.block(index, self.n), self.codec, chip, precision)
         feeds = [{name: call.feeds[name + IN] if name + IN in call.feeds else call.feeds[name]
                   for name in self.clean.inputs(index)} for call in self.probes]  # fmt: skip
         outputs = self.clean.outputs(index)

@@ -53,18 +53,20 @@ def show(body: dict[str, Any], all_nodes: bool) -> None:
     from ringstep.parity.bisect import label
 
     decibels = lambda value: "" if value is None else f"{value:.1f}"
-    rows = [(b["tensor"], decibels(b["snr_db"]), decibels(b["local_db"]), decibels(b["key_db"]), decibels(b["value_db"]))
-            for b in body["depth"]]  # fmt: skip
+    measures = ("snr_db", "local_db", "key_db", "value_db")
+    rows = [(block["tensor"], *(decibels(block[name]) for name in measures)) for block in body["depth"]]
     simulated = ", simulated" if body["simulated"] else ""
-    title = f"{body['engine']}{simulated}, graph of {body['graph']}, {body['tokens']} tokens, against {body['reference']}"
-    console.table(title, ["tensor", "depth dB", "by itself dB", "keys dB", "values dB"], rows)
+    title = f"{body['engine']}{simulated}, graph of {body['graph']}, {body['tokens']} tokens"
+    columns = ["tensor", "depth dB", "by itself dB", "keys dB", "values dB"]
+    console.table(f"{title}, against {body['reference']}", columns, rows)
     first = body["first"]
     nodes = sorted((x for x in body["nodes"] if x["layer"] == first["layer"]), key=lambda node: node["effect_db"])
     nodes = nodes if all_nodes else nodes[:SHOWN_NODES]
     if nodes:
         print()
+        table = [(label(x["node"], x["fused_with"]), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes]
         console.table(f"nodes of {first['tensor']}, each fed the clean step's tensors", ["node", "own dB", "effect dB"],
-                      [(label(x["node"], x["fused_with"]), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes])  # fmt: skip
+                      table)  # fmt: skip
         for x in nodes:
             for note in x["notes"]:
                 console.line(f"{x['node']}: {note}")

@@ -191,12 +191,14 @@ class Clean:
         record = self.stages["graphs" if self.quantised else "sanitize"]
         own = record.options
         precision = own.get("precision") if not self.quantised else ("a16" if own["chip"] else None)
-        skip: Sequence[str] = own.get("skip", ("common-subexpressions", "duplicates", "transposed-weights", "accurate-*"))
+        # What exporters/quantised.py leaves out.
+        apart = ("common-subexpressions", "duplicates", "transposed-weights", "accurate-*")
+        skip: Sequence[str] = own.get("skip", apart)
         sanitize(model, find_target(own["target"], own["chip"], precision), choose_passes(skip))
         graphs.infer_types(model)
 
     def turned(self, hidden: np.ndarray) -> np.ndarray:
-        """A residual stream [rows, hidden] of the original as the artifact carries it: rotated where its weights are."""
+        """A residual stream [rows, hidden] of the original as the artifact carries it, rotated as its weights."""
         if not self.rotated:
             return hidden
         from quantize.folding.rotate import rotation

@@ -1,4 +1,4 @@
-"""Opening graphs up: tensors inside made outputs, chains cut so that every piece can be fed by itself, and their engines.
+"""Opening graphs up: tensors inside made outputs, chains cut so that every piece can be fed by itself.
 
     chained      x ─ layer 0 ─ hidden_0 ─ layer 1 ─ hidden_1 ─ ...          hidden_0, hidden_1 are outputs too
     unchained    x ─ layer 0 ─ hidden_0     hidden_0.in ─ layer 1 ─ hidden_1     ...        in one compiled graph
@@ -102,16 +102,21 @@ def expose(model: ir.Model, names: Iterable[str]) -> list[str]:
     return found
 
 
-def unchain(model: ir.Model, names: Iterable[str]) -> list[str]:
-    """Cut a graph at tensors: each becomes an output, and its readers take an input NAME.in; returns which were cut."""
+def unchain(model: ir.Model, names: Iterable[str], siblings: Mapping[str, str] | None = None) -> list[str]:
+    """Cut a graph at tensors: each becomes an output, and its readers take an input NAME.in; returns which were cut.
+
+    `siblings` maps a tensor to another that the same piece returns: what leads there goes on reading the tensor itself.
+    """
     found = expose(model, names)
     known = values(model.graph)
+    before = {name: piece(known[other]) for name, other in (siblings or {}).items() if other in known}
     for name in found:
         value = known[name]
-        if not value.uses():
+        readers = [(node, index) for node, index in value.uses() if node not in before.get(name, ())]
+        if not readers:
             continue
         fed = ir.Value(name=name + IN, shape=value.shape, type=value.type)
-        for node, index in list(value.uses()):
+        for node, index in readers:
             node.replace_input_with(index, fed)
         model.graph.inputs.append(fed)
     return found
@@ -192,18 +197,18 @@ def between(readers: Mapping[str, Sequence[str]], first: str, last: str) -> set[
 
 def piece(value: ir.Value) -> list[ir.Node]:
     """The nodes that make a value out of a graph's inputs, in order."""
-    found: list[ir.Node] = []
-
-    def visit(node: ir.Node | None) -> None:
+    found: dict[ir.Node, None] = {}
+    left = [value.producer()]
+    while left:
+        node = left.pop()
         if node is None or node in found:
-            return
-        for used in node.inputs:
-            if used is not None:
-                visit(used.producer())
-        found.append(node)
-
-    visit(value.producer())
-    return found
+            continue
+        inside = [made for v in node.inputs if v is not None and (made := v.producer()) is not None]
+        if all(made in found for made in inside):
+            found[node] = None
+        else:
+            left += [node, *inside]  # again when all it reads is there
+    return list(found)
 
 
 def perturb(model: ir.Model, names: Sequence[str]) -> None:

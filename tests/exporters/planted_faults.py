@@ -16,6 +16,15 @@ def find(model: ir.Model, name: str) -> ir.Node:
     return next(node for node in model.graph if node.name == name)
 
 
+def named(node: ir.Node, start: str) -> bool:
+    return str(node.name).startswith(start)
+
+
+def read(node: ir.Node) -> list[ir.Value]:
+    """What a node reads, nothing left out."""
+    return [value for value in node.inputs if value is not None]
+
+
 def constant(model: ir.Model, name: str, array: np.ndarray) -> ir.Value:
     value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.FLOAT),
                      const_value=ir.tensor(array, name=name))  # fmt: skip
@@ -58,10 +67,10 @@ def norm_eps(model: ir.Model, layer: int) -> str:
 
 def gate_of(model: ir.Model, layer: int) -> ir.Node:
     """The product with the head-wise gate: the Mul that reads the values' sum, outside the MLP."""
-    gate = next(n for n in model.graph if n.name.startswith(f"/layers.{layer}/attn/") and n.op_type == "Sigmoid")
+    gate = next(n for n in model.graph if named(n, f"/layers.{layer}/attn/") and n.op_type == "Sigmoid")
     made = {gate.outputs[0]}
     for node in model.graph:
-        if node.op_type == "Mul" and str(node.name).startswith(f"/layers.{layer}/attn/") and made & set(node.inputs):
+        if node.op_type == "Mul" and named(node, f"/layers.{layer}/attn/") and made & set(node.inputs):
             return node
         if node.op_type in ("Reshape", "Transpose") and made & set(node.inputs):
             made.add(node.outputs[0])
@@ -71,7 +80,8 @@ def gate_of(model: ir.Model, layer: int) -> ir.Node:
 def dropped_gate(model: ir.Model, layer: int) -> str:
     """What reads the gated values reads the ungated ones."""
     node = gate_of(model, layer)
-    plain = next(v for v in node.inputs if v.producer().op_type not in ("Reshape", "Transpose", "Sigmoid"))
+    sums = ("Add", "MatMul")
+    plain = next(v for v in read(node) if (maker := v.producer()) is not None and maker.op_type in sums)
     reader = next(iter(node.outputs[0].uses())).node
     for user, index in list(node.outputs[0].uses()):
         user.replace_input_with(index, plain)
@@ -82,8 +92,8 @@ def dropped_gate(model: ir.Model, layer: int) -> str:
 def attention_scale(model: ir.Model, layer: int) -> str:
     """Queries scaled by 0.3."""
     node = next(n for n in model.graph if str(n.name).startswith(f"/layers.{layer}/attn/Mul")
-                and any(v.const_value is not None for v in n.inputs))  # fmt: skip
-    index = next(i for i, v in enumerate(node.inputs) if v.const_value is not None)
+                and any(v.const_value is not None for v in read(n)))  # fmt: skip
+    index = next(i for i, v in enumerate(read(node)) if v.const_value is not None)
     node.replace_input_with(index, constant(model, f"planted.{layer}", np.array(0.3, np.float32)))
     return str(node.name)
 
@@ -91,8 +101,8 @@ def attention_scale(model: ir.Model, layer: int) -> str:
 def dropped_mask(model: ir.Model, layer: int) -> str:
     """Scores without their mask: empty slots and later tokens are seen."""
     node = next(n for n in model.graph if str(n.name).startswith(f"/layers.{layer}/attn/Add")
-                and any(str(v.name).startswith("mask_") for v in n.inputs))  # fmt: skip
-    scores = next(v for v in node.inputs if not str(v.name).startswith("mask_"))
+                and any(str(v.name).startswith("mask_") for v in read(n)))  # fmt: skip
+    scores = next(v for v in read(node) if not str(v.name).startswith("mask_"))
     reader = next(iter(node.outputs[0].uses())).node
     for user, index in list(node.outputs[0].uses()):
         user.replace_input_with(index, scores)
