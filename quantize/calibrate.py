@@ -205,7 +205,7 @@ def load(path: Path) -> Calibration:
             edges, counts = body["edges"], body["counts"].astype(np.float64)
             if counts.shape != (len(edges), BINS) or len(body["names"]) != len(edges):
                 raise ValueError("shapes do not agree")
-            if not (np.isfinite(edges).all() and (edges[:, 0] <= edges[:, 1]).all() and (edges[:, 2] > 0).all()):
+            if not (np.isfinite(edges).all() and (edges[:, 0] <= edges[:, 1]).all() and (edges[:, 2] >= 0).all()):
                 raise ValueError("ranges that are none")
             if not (np.isfinite(counts).all() and (counts >= 0).all()):
                 raise ValueError("counts that are none")

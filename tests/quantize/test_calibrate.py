@@ -210,7 +210,7 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
 
 
 BAD_KEY = np.full((1, 1, 1, 4), np.nan, np.float32)
-SEEN = [Seen(1, -1, 1.0), Seen(-1, np.nan, 1.0), Seen(-1, 1, 0.0), Seen(-1, 1, 1.0, np.full(BINS, -1.0)),
+SEEN = [Seen(1, -1, 1.0), Seen(-1, np.nan, 1.0), Seen(-1, 1, -1.0), Seen(-1, 1, 1.0, np.full(BINS, -1.0)),
         Seen(-1, 1, 1.0, np.full(BINS, np.inf))]  # fmt: skip
 
 
