@@ -111,11 +111,13 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
 @click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
 @click.option("--prompt", help="Let the engine answer this and compare the answers.")
 @click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
+@click.option("--windows", type=click.Choice(["off", "fast", "full"]), help="How much of the window gate to run. "
+              "Default: fast, off on the simulator.")  # fmt: skip
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
 @as_json
 @common
 def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, prompt: str | None,
-           min_db: float | None, positions: bool, json_: bool) -> int:  # fmt: skip
+           min_db: float | None, windows: Any, positions: bool, json_: bool) -> int:  # fmt: skip
     """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails."""
     from exporters.prove import prove
     from ringstep.checkpoint import open_checkpoint
@@ -140,7 +142,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         raise RingstepError(
             f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
         )
-    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
+    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db, windows=windows)
     if json_:
         console.print_json(reports)
     else:

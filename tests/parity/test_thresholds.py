@@ -65,7 +65,7 @@ BAD = {
     "no share": (("top1 = 0.6", "top1 = 60"), "onnx.w8.top1: 60 is no share"),
     "out of reach": (("position_db = 90", "position_db = 900"), "nothing that can be reached"),
     "fp32 on the NPU": (("[qnn.w8]", "[qnn.fp32]"), "qnn.fp32: the NPU has no fp32"),
-    "a recipe's format": (("# What", "[recipes.llama.onx.fp32]\nposition_db = 1\n# What"), "recipes.llama.onx: unknown"),
+    "a recipe's format": (("# What", "[recipes.llama.onx.fp32]\nposition_db = 1\n# What"), "llama.onx: unknown"),
     "a recipe's key": (("# What", "[recipes.llama.onnx.fp32]\nposition = 1\n# What"), "did you mean position_db?"),
     "no table": (("# What", "recipes = 5\n# What"), "recipes: expected tables"),
 }  # fmt: skip
