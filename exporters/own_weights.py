@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from exporters.whole_text import whole_text
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
 from ringstep.encoding import dequantise, open_prefix, open_table
 from ringstep.errors import RingstepError
 from ringstep.manifest import Manifest
 from ringstep.parity.report import Truth
-from ringstep.session import DecodeSession
 
 
 class OwnWeights:
@@ -50,25 +50,19 @@ class OwnWeights:
             stored = index.get(key(source))
             return original(source) if stored is None else weight_at(home, stored).dequantised()
 
-        # Append everywhere keeps every entry for the comparison.
         options = Options(layout={"*": "append"})
+        spec = step_spec(plan, options, model="reference", context=own.context, chunks=(1,), eos=())
+        self.step = DecodeStep(plan, options, spec, values)
+        self.table, self.prefix = open_table(folder, own), open_prefix(folder, own)
         self.encodings = {(t.layer, t.role.split("_")[0]): t.encoding
                           for t in own.graphs[0].inputs if t.layer is not None}  # fmt: skip
-        self.spec = lambda context: step_spec(plan, options, model="reference", context=context, chunks=(1,), eos=())
-        self.step = DecodeStep(plan, options, self.spec(1), values)
-        self.table, self.prefix = open_table(folder, own), open_prefix(folder, own)
 
     def truth(self, ids: Sequence[int]) -> Truth:
         """Logits and caches after feeding `ids`, which begin with the sink prefix where there is one."""
-        from ringstep.engines.torch_eager import TorchEngine
-
         assert self.table is not None
-        self.step.spec = self.spec(len(ids) + 1)
-        session, logits = DecodeSession(self.step.spec, TorchEngine(self.step)), []
+        past, logits, count = None, [], 0
         if self.prefix:
-            session.seed({where: dequantise(a, self.encodings[where]) for where, a in self.prefix.entries.items()})
-            logits.append(self.prefix.logits)
-        rows = self.table[np.array(ids[session.position :])].astype(np.float32)
-        logits.append(session.step(rows))
-        caches = [session.entries(layer) for layer in range(len(session.spec.caches))]
-        return Truth(self.source, list(ids), np.concatenate(logits), caches)
+            past = {where: dequantise(array, self.encodings[where]) for where, array in self.prefix.entries.items()}
+            logits, count = [self.prefix.logits], len(self.prefix.ids)
+        found, caches = whole_text(self.step, self.table[np.array(ids[count:])].astype(np.float32), past)
+        return Truth(self.source, list(ids), np.concatenate([*logits, found]), caches)

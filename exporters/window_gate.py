@@ -22,7 +22,7 @@ def window_gate(
     Floats are held against the original, quantised artifacts against their own rounded weights in floats.
     """
     spec = StepSpec.load(folder)
-    tried = feedings(spec, mode)
+    tried = feedings(spec, mode, windows_of(checkpoint))
     if not tried:
         return None
     limit = thresholds_for(spec, engine).windows_db if limit_db is None else limit_db
@@ -39,3 +39,9 @@ def window_gate(
         f"{label}windows on {engine}", len(tried)
     ) as tick:
         return plain(mode, truth.source, limit, judge(session, truth, tried, limit, tick))
+
+
+def windows_of(checkpoint: Checkpoint) -> list[int]:
+    """The windows that a config.json speaks of, used or not: what is tried at more places costs little."""
+    said = checkpoint.config.get("sliding_window")
+    return [said] if type(said) is int and said > 1 else []

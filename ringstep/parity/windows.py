@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ringstep.contract import MaskSpec, StepSpec
+from ringstep.contract import StepSpec
 from ringstep.parity.metrics import snr_db
 from ringstep.parity.report import Truth, compare_cache
 from ringstep.parity.thresholds import thresholds_for
@@ -57,33 +57,32 @@ class Judged:
     failures: list[str]
 
 
-def windowed(spec: StepSpec) -> list[MaskSpec]:
-    """The layer types whose window is shorter than the context."""
-    return [mask for mask in spec.masks if mask.window is not None and mask.window < spec.context]
-
-
-def feedings(spec: StepSpec, mode: Mode) -> list[Feeding]:
+def feedings(spec: StepSpec, mode: Mode, windows: Sequence[int] = ()) -> list[Feeding]:
     """What a mode tries: `fast` every window's edge, second wrap and a chunk over it; `full` everything.
 
-    Without windows `fast` tries nothing.
+    Without windows `fast` tries nothing. `windows` are those that the original is said to have: an artifact that has
+    dropped one does not know of it.
     """
     found: dict[tuple[int, tuple[int, ...]], Feeding] = {}
     if mode == "off":
         return []
-    windows = windowed(spec)
-    for mask in spec.masks if mode == "full" else windows:
-        own = windowed_feedings(spec, mask, mode) if mask in windows else full_feedings(spec, mask)
-        for feeding in own:
+    own = [(mask.name, mask.window) for mask in spec.masks if mask.window and mask.window < spec.context]
+    unknown = sorted({w for w in windows if w < spec.context} - {window for _, window in own})
+    tried = [windowed_feedings(spec, name, w, mode) for name, w in (*own, *(("original", w) for w in unknown))]
+    if mode == "full":
+        tried += [full_feedings(spec, mask.name) for mask in spec.masks]
+    for some in tried:
+        for feeding in some:
             if feeding.lead >= 0 and feeding.end <= spec.context:
                 found.setdefault((feeding.lead, feeding.calls), feeding)
     return sorted(found.values(), key=lambda f: (f.lead, f.end))
 
 
-def windowed_feedings(spec: StepSpec, mask: MaskSpec, mode: Mode) -> Iterator[Feeding]:
+def windowed_feedings(spec: StepSpec, kind: str, window: int, mode: Mode) -> Iterator[Feeding]:
     """The feedings of one layer type with a window."""
-    window, sizes = mask.window or 0, sorted(g.n for g in spec.graphs)
+    sizes = sorted(g.n for g in spec.graphs)
     wrap, largest = max(1, window - 1), sizes[-1]
-    feeding = lambda case, lead, *calls: Feeding(mask.name, case, lead, calls)
+    feeding = lambda case, lead, *calls: Feeding(kind, case, lead, calls)
     yield feeding("edge", max(0, window - 2), *[1] * (window + 2 - max(0, window - 2)))
     for k in range(2, (WRAPS if mode == "full" else 2) + 1):
         yield feeding(f"wrap {k}", k * wrap - 1, 1, 1, 1)
@@ -106,17 +105,16 @@ def windowed_feedings(spec: StepSpec, mask: MaskSpec, mode: Mode) -> Iterator[Fe
         yield feeding("larger", 0, count, 1)
         yield feeding("larger", 1, count, 1)
         yield feeding("larger", window + 1, count, 1)
-    yield from full_feedings(spec, mask)
 
 
-def full_feedings(spec: StepSpec, mask: MaskSpec) -> Iterator[Feeding]:
+def full_feedings(spec: StepSpec, kind: str) -> Iterator[Feeding]:
     """What any layer type is tried with: the context filled to the last position, in every graph."""
     last, sizes = spec.context, sorted(g.n for g in spec.graphs)
-    yield Feeding(mask.name, "whole", 0, (last,))
-    yield Feeding(mask.name, "full", max(0, last - 3), (1,) * min(3, last))
+    yield Feeding(kind, "whole", 0, (last,))
+    yield Feeding(kind, "full", max(0, last - 3), (1,) * min(3, last))
     for n in (n for n in sizes if n > 1):
-        yield Feeding(mask.name, "full", max(0, last - n), (min(n, last),))
-        yield Feeding(mask.name, "full, padded", max(0, last - n + 1), (min(n - 1, last),))
+        yield Feeding(kind, "full", max(0, last - n), (min(n, last),))
+        yield Feeding(kind, "full, padded", max(0, last - n + 1), (min(n - 1, last),))
 
 
 Tick = Callable[[float], None]
