@@ -105,18 +105,39 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
 
 
 @cli.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=click.Path(path_type=Path), required=False)
 @engine_option
 @click.option("--model", help="The original, when it is no longer where the export found it.")
 @click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
 @click.option("--prompt", help="Let the engine answer this and compare the answers.")
 @click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
+@click.option("--windows", type=click.Choice(["off", "fast", "full"]), help="How much of the window gate to run. "
+              "Default: fast, off on the simulator.")  # fmt: skip
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@click.option("--update-baseline", is_flag=True, help="Of the gate: show what has changed, then write its baseline.")
+@click.option("--only", multiple=True, metavar="NAME", help="Of the gate: this tiny model (can be repeated).")
 @as_json
 @common
-def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, prompt: str | None,
-           min_db: float | None, positions: bool, json_: bool) -> int:  # fmt: skip
-    """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails."""
+@click.pass_context
+def parity(context: click.Context, artifact: Path | None, engine: str, model: str | None, tokens: int | None,
+           prompt: str | None, min_db: float | None, windows: Any, positions: bool, update_baseline: bool,
+           only: tuple[str, ...], json_: bool) -> int:  # fmt: skip
+    """Compare ARTIFACT with the original: SNR, tokens, caches, windows. Leaves with 1 when it fails.
+
+    Without ARTIFACT it is the gate: tiny models of every recipe through precisions and engines, against thresholds
+    and the baseline in artifacts/baselines/parity.json.
+    """
+    if artifact is None:
+        from exporters.gate_command import gate
+
+        mine = ("artifact", "update_baseline", "only", "json_", "quiet", "verbose")
+        default = click.core.ParameterSource.DEFAULT
+        for name in context.params:
+            if name not in mine and context.get_parameter_source(name) is not default:
+                raise RingstepError(f"--{name.replace('_', '-')}: is about an artifact; name its folder")
+        return gate(update_baseline, only, json_)
+    if update_baseline or only:
+        raise RingstepError("--update-baseline and --only are about the gate; leave the artifact out")
     from exporters.prove import prove
     from ringstep.checkpoint import open_checkpoint
     from ringstep.contract import StepSpec
@@ -140,7 +161,7 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         raise RingstepError(
             f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
         )
-    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
+    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db, windows=windows)
     if json_:
         console.print_json(reports)
     else:
