@@ -11,6 +11,7 @@ import click
 
 from exporters.options import calibration_options, size_options
 from exporters.quantize_command import quantize, schemes
+from exporters.report_command import report
 from exporters.show import finish, print_positions, print_reports, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
@@ -112,10 +113,11 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
 @click.option("--prompt", help="Let the engine answer this and compare the answers.")
 @click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
 @as_json
 @common
 def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, prompt: str | None,
-           min_db: float | None, positions: bool, json_: bool) -> int:  # fmt: skip
+           min_db: float | None, positions: bool, html: Path | None, json_: bool) -> int:  # fmt: skip
     """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails."""
     from exporters.prove import prove
     from ringstep.checkpoint import open_checkpoint
@@ -141,6 +143,11 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
             f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
         )
     reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
+    if html:
+        from exporters.report_html.page import parity_report, write
+
+        write(html, parity_report(artifact, reports))
+        console.say(f"{html} written")
     if json_:
         console.print_json(reports)
     else:
@@ -222,6 +229,7 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(report)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)
