@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from exporters.report_html import charts
-from exporters.report_html.parts import Cell, Section, count, figure, plain, table
+from exporters.report_html.parts import SILENT, Cell, Section, count, decibels, figure, plain, table
 from exporters.report_html.read import PARITY, Artifact, get, items, number, numbers, text
 
-SILENT = 300.0  # dB of identical arrays: no place on a chart
 VERDICTS = {"equal": "good", "ambiguous": "warn", "different": "bad"}
 
 
@@ -53,8 +52,8 @@ def parity(artifact: Artifact, reports: Any = None) -> Section:
             layers.append(charts.Line(f"{name} {what}", [at for at, _ in caches],
                                       [drawn(number(c.get(key))) for _, c in caches], index, simulated, dashed,
                                       points=len(caches) < 60))  # fmt: skip
-    columns = ["engine", "type", "tokens", "min dB", "median dB", "pooled dB", "worst cache dB", "top-1 %", "top-5 %", "KL",
-               "limit dB", "verdict"]  # fmt: skip
+    columns = ["engine", "verdict", "type", "tokens", "min dB", "median", "pooled", "limit", "worst cache", "top-1 %",
+               "top-5 %", "KL"]  # fmt: skip
     section.tables.append(table("Engines", columns, rows))
     limit = limits.pop() if len(limits) == 1 else None
     chart = charts.lines("Logits SNR by position", positions, limit=limit,
@@ -77,11 +76,11 @@ def summary_row(s: Any, name: str, simulated: bool) -> list[Cell]:
     worst = "passed" if passed is True else "FAILED" if passed is False else ""
     kind = text(get(s, "scheme") or get(s, "dtype"), 40).replace("float", "fp")
     return [
-        plain(name, "simulated" if simulated else ""), plain(kind), count(number(get(s, "tokens"))),
-        figure(number(get(s, "snr_db", "min"))), figure(number(get(s, "snr_db", "median"))),
-        figure(number(get(s, "snr_db", "pooled"))), figure(number(get(s, "caches_db", "min"))),
+        plain(name, "simulated" if simulated else ""), plain(worst, "good" if passed is True else "bad" if worst else ""),
+        plain(kind), count(number(get(s, "tokens"))), decibels(number(get(s, "snr_db", "min"))),
+        decibels(number(get(s, "snr_db", "median"))), decibels(number(get(s, "snr_db", "pooled"))),
+        figure(number(get(s, "threshold_db")), "{:.0f}"), decibels(number(get(s, "caches_db", "min"))),
         *(figure(None if v is None else 100 * v) for v in share), figure(number(get(s, "kl", "mean")), "{:.1e}"),
-        figure(number(get(s, "threshold_db")), "{:.0f}"), plain(worst, "good" if passed is True else "bad" if worst else ""),
     ]  # fmt: skip
 
 
@@ -116,12 +115,12 @@ def details(section: Section, reports: list[dict[str, Any]]) -> None:
             top1 = text(p.get("top1"), 40)
             top5 = number(p.get("top5"))
             rows.append([plain(name, look), count(number(p.get("position"))), count(number(p.get("token"))),
-                         figure(number(p.get("snr_db"))), plain(top1, VERDICTS.get(top1, "")),
+                         decibels(number(p.get("snr_db"))), plain(top1, VERDICTS.get(top1, "")),
                          figure(None if top5 is None else 100 * top5, "{:.0f}"),
                          figure(number(p.get("kl")), "{:.1e}")])  # fmt: skip
         for c in items(report.get("caches")):
-            caches.append([plain(name, look), count(number(c.get("layer"))), figure(number(c.get("key_db"))),
-                           figure(number(c.get("value_db")))])  # fmt: skip
+            caches.append([plain(name, look), count(number(c.get("layer"))), decibels(number(c.get("key_db"))),
+                           decibels(number(c.get("value_db")))])  # fmt: skip
     if caches:
         section.tables.append(table("Every cache", ["engine", "layer", "keys dB", "values dB"], caches, closed=True))
     if rows:
@@ -148,13 +147,13 @@ def stages(artifact: Artifact) -> Section:
         middle.append(drawn(median))
         top1 = number(get(summary, "top1"))
         rows.append([plain(name, "simulated" if is_simulated(s) else ""), plain(engine_name(s)),
-                     count(number(get(summary, "tokens"))), figure(low), figure(median),
-                     figure(number(get(summary, "caches_db", "min"))), figure(None if top1 is None else 100 * top1),
+                     count(number(get(summary, "tokens"))), decibels(low), decibels(median),
+                     decibels(number(get(summary, "caches_db", "min"))), figure(None if top1 is None else 100 * top1),
                      figure(number(get(summary, "kl", "mean")), "{:.1e}")])  # fmt: skip
     simulated = any(is_simulated(s) for s in found)
     chart = charts.bars("Logits SNR by stage", labels,
                         [charts.Bars("median", middle, 0, simulated), charts.Bars("lowest", lowest, 1, simulated)],
-                        unit="dB", texts=[[decibels(v) for v in middle], [decibels(v) for v in lowest]],
+                        unit="dB", texts=[[decibels(v).text for v in middle], [decibels(v).text for v in lowest]],
                         note="dB; a stage without a bar is identical")  # fmt: skip
     section.charts += [chart] if chart else []
     position = [charts.Line(label, [float(i) for i in range(len(db))], [drawn(v) for v in db], i, is_simulated(s))
@@ -168,14 +167,9 @@ def stages(artifact: Artifact) -> Section:
         layer.append(charts.Line(label, [at for at, _ in caches], [drawn(v) for v in worst], i, is_simulated(s)))
     chart = charts.lines("Cache SNR by layer and stage", layer, x="layer", note="dB, the worse of keys and values")
     section.charts += [chart] if chart else []
-    columns = ["stage", "engine", "tokens", "min dB", "median dB", "worst cache dB", "top-1 %", "KL"]
+    columns = ["stage", "engine", "tokens", "min dB", "median", "worst cache", "top-1 %", "KL"]
     section.tables.append(table("", columns, rows))
     return section
-
-
-def decibels(value: float | None) -> str:
-    """A value for a tooltip."""
-    return "" if value is None else f"{value:.1f} dB"
 
 
 def lower(a: float | None, b: float | None) -> float | None:
@@ -233,10 +227,12 @@ def bisect(artifact: Artifact) -> Section:
     section.charts += [chart] if chart else []
     first = body.get("first")
     if isinstance(first, dict):
-        rows = [[plain(text(k)), plain(text(v, 300), "code")] for k, v in first.items()]
+        rows = [[plain(text(k)), plain(text(v, 300), "code")] for k, v in first.items() if v not in (None, "", [], {})]
         section.tables.append(table("First to diverge", ["what", "value"], rows))
-    for title, found in (("Blocks", depth), ("Nodes of the worst block", items(body.get("nodes")))):
-        generic(section, title, found)
+    for line in strings(body.get("warnings")):
+        section.lines.append(("warn", line))
+    for title, key in (("Blocks", "depth"), ("Nodes of the worst block", "nodes"), ("By stage", "stages")):
+        generic(section, title, items(body.get(key)))
     return section
 
 
@@ -261,6 +257,11 @@ def profile(artifact: Artifact) -> Section:
     return section
 
 
+def strings(value: Any, limit: int = 20) -> list[str]:
+    """The first texts of a list, each one line."""
+    return [text(item, 400) for item in value[:limit] if isinstance(item, str)] if isinstance(value, list) else []
+
+
 def generic(section: Section, title: str, found: list[dict[str, Any]]) -> None:
     """Objects as a table with a column for each of their first keys; nested values are counted."""
     keys: list[str] = []
@@ -268,13 +269,21 @@ def generic(section: Section, title: str, found: list[dict[str, Any]]) -> None:
         keys += [k for k in item if k not in keys]
     keys = keys[:10]
     if keys:
-        rows = [[value_cell(item.get(k)) for k in keys] for item in found]
+        rows = [[db_or_value(k, item.get(k)) for k in keys] for item in found]
         section.tables.append(table(title, [text(k, 60) for k in keys], rows, closed=len(rows) > 40))
 
 
 def value_cell(value: Any) -> Cell:
-    """A number as a number, anything else as text."""
+    """A number as a number, a list of texts as one, anything else as text."""
     found = number(value)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return plain(text("; ".join(value[:5]), 300))
     if found is None:
         return plain(text(value, 300))
     return Cell(f"{found:,.0f}" if found == int(found) else f"{found:,.4g}", found)
+
+
+def db_or_value(key: str, value: Any) -> Cell:
+    """A cell by its column's name: NAME_db is an SNR."""
+    found = number(value)
+    return decibels(found) if key.endswith("_db") and found is not None else value_cell(value)

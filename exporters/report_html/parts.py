@@ -8,6 +8,7 @@ from typing import Any
 
 from ringstep import console
 
+SILENT = 300.0  # dB of identical arrays, and with a minus of those that are not finite
 ROWS = 400  # of a table; what lies beyond is counted, not shown
 
 
@@ -25,7 +26,7 @@ class Cell:
     @property
     def numeric(self) -> bool:
         """Whether it sorts by a number."""
-        return isinstance(self.sort, float)
+        return isinstance(self.sort, int | float)
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class Table:
     hidden: int = 0
     closed: bool = False
     """Folded away until it is asked for."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether half a desk is enough, by the characters of the longest cells."""
+        widths = [max([len(name) + 2, *(min(30, len(row[i].text)) for row in self.rows)]) + 2
+                  for i, name in enumerate(self.columns)]  # fmt: skip
+        return not self.closed and sum(widths) <= 62
+
+    is_chart = False
 
     def numeric(self, index: int) -> bool:
         """Whether a column holds numbers, which align right."""
@@ -65,6 +75,8 @@ class Chart:
     height: int
     item: dict[str, Any]
     simulated: bool = False
+    narrow = True
+    is_chart = True
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,22 @@ class Section:
     """(what is not there, the command that makes it)."""
 
     @property
+    def blocks(self) -> list[tuple[str, Chart | Table]]:
+        """Charts, then tables, each `half` a desk's width where two of them share a row, else `whole`."""
+        parts: list[Chart | Table] = [*self.charts, *self.tables]
+        found: list[tuple[str, Chart | Table]] = []
+        at = 0
+        while at < len(parts):
+            pair = parts[at : at + 2]
+            if len(pair) == 2 and all(part.narrow for part in pair):
+                found += [("half", part) for part in pair]
+                at += 2
+            else:
+                found.append(("whole", parts[at]))
+                at += 1
+        return found
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to show but what is missing."""
         return not (self.lines or self.charts or self.tables)
@@ -110,8 +138,10 @@ class Page:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[list[Cell]], closed: bool = False) -> Table:
-    """A table of at most ROWS rows."""
-    return Table(title, list(columns), list(rows[:ROWS]), max(0, len(rows) - ROWS), closed)
+    """A table of at most ROWS rows, without the columns that are empty in all of them."""
+    kept = [i for i in range(len(columns)) if any(row[i].text for row in rows[:ROWS])]
+    shown = [[row[i] for i in kept] for row in rows[:ROWS]]
+    return Table(title, [columns[i] for i in kept], shown, max(0, len(rows) - ROWS), closed)
 
 
 def plain(value: str, look: str = "") -> Cell:
@@ -122,6 +152,13 @@ def plain(value: str, look: str = "") -> Cell:
 def figure(value: float | None, form: str = "{:.1f}", look: str = "") -> Cell:
     """A cell of a number; empty for None, which sorts below all."""
     return Cell("", float("-inf")) if value is None else Cell(form.format(value), value, look)
+
+
+def decibels(value: float | None, look: str = "") -> Cell:
+    """A cell of an SNR in dB; 300 and -300 stand for what has none."""
+    if value is None or abs(value) < SILENT:
+        return figure(value, "{:.1f}", look)
+    return Cell("identical" if value > 0 else "not finite", value, look if value > 0 else "bad")
 
 
 def count(value: float | None) -> Cell:

@@ -8,6 +8,7 @@ from typing import Any
 
 from exporters.inspect import CONTEXTS, kv_bytes, ranges
 from exporters.report_html import charts
+from exporters.report_html.measured import strings
 from exporters.report_html.parts import Cell, Section, count, figure, plain, seconds, size, table
 from exporters.report_html.read import Artifact, get, items, number, text
 from ringstep import console
@@ -93,8 +94,8 @@ def bits(artifact: Artifact) -> Section:
         return section
     for name, body in list(found.items())[:4]:
         by_layer(section, text(name), body)
-    for line in (get(report, "warnings") or [])[:20] if isinstance(get(report, "warnings"), list) else []:
-        section.lines.append(("bad", text(line, 400)))
+    for line in strings(get(report, "warnings")):
+        section.lines.append(("warn", line))
     rows = [[count(number(s.get("position"))), plain(text(s.get("text") or s.get("token")), "code"),
              count(number(s.get("layer"))), figure(number(s.get("ratio")), "{:,.0f}x")]
             for s in items(get(report, "sinks"))]  # fmt: skip
