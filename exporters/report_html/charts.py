@@ -6,6 +6,7 @@ threshold. Titles and keys are HTML, for they must wrap on a phone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,10 +48,12 @@ def plain_label(label: str) -> str:
     return kept if len(kept) <= LABEL else kept[: LABEL - 1] + "…"
 
 
-def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "position", unit: str = "dB", form: str = ".1f",
-          limit: float | None = None, log: bool = False, ticks: dict[float, str] | None = None) -> Chart | None:  # fmt: skip
-    """Lines over a numeric x, `ticks` naming some of its values; None when there is no point at all."""
-    from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Span
+def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "position", unit: str = "dB",
+          form: str = ".1f", limit: float | None = None, log: bool = False, ticks: dict[float, str] | None = None,
+          names: dict[float, str] | None = None) -> Chart | None:  # fmt: skip
+    """Lines over a numeric x, `ticks` naming places of its axis, `names` its values; None when there is no point."""
+    from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter
+    from bokeh.models.annotations import Span
     from bokeh.plotting import figure
 
     series = [thinned(s) for s in series if any(v is not None for v in s.y)]
@@ -61,7 +64,8 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
     every = sorted({at for s in series for at in s.x})
     values = [v for s in series for v in s.y if v is not None]
     columns: dict[str, list[Any]] = {"x": every, "y": [values[0]] * len(every)}
-    columns["name"] = [ticks[at] if ticks and at in ticks else f"{at:g}" for at in every]
+    known = (ticks or {}) | (names or {})
+    columns["name"] = [plain_label(known[at]) if at in known else f"{at:g}" for at in every]
     tooltips = [(x, "@name")]
     for index, s in enumerate(series):
         at = dict(zip(s.x, s.y, strict=False))
@@ -77,7 +81,7 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
         columns[f"s{index}"] = ["–" if (v := at.get(e)) is None else f"{v:{form}} {unit}".strip() for e in every]
         tooltips.append((plain_label(s.label), f"@s{index}"))
     # One line that nobody sees answers for all, so that a finger gets one box with every series.
-    probe = plot.line("x", "y", source=ColumnDataSource(columns), line_alpha=0)
+    probe: Any = plot.line("x", "y", source=ColumnDataSource(columns), line_alpha=0)
     if len(every) == 1:
         probe = plot.scatter("x", "y", source=ColumnDataSource(columns), size=12, alpha=0)
     probe.level = "underlay"
@@ -88,7 +92,9 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
         span.tags = ["limit"]
         plot.add_layout(span)
         values.append(limit)
-    if not log:
+    if log:
+        plot.yaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
+    else:
         low, high = min(values), max(values)
         room = max(high - low, 1e-9 + abs(high) * 0.02) * 0.08
         plot.y_range.start, plot.y_range.end = low - room, high + room  # type: ignore[attr-defined]
@@ -150,7 +156,7 @@ def finished(plot: Any, title: str, note: str, keys: list[Key], height: int) -> 
 
 
 def thinned(line: Line) -> Line:
-    """A line of at most about POINTS points; of each stretch left out the lowest point stays, for it is the one that counts."""
+    """A line of at most POINTS points: of each stretch the lowest stays, for it is the one that counts."""
     if len(line.x) <= POINTS:
         return line
     stretch = -(-len(line.x) // POINTS)
@@ -159,8 +165,7 @@ def thinned(line: Line) -> Line:
         group = range(at, min(at + stretch, len(line.x)))
         keep.append(min(group, key=lambda i: math.inf if (v := line.y[i]) is None else v))
     marks = set(line.marks) & {line.x[i] for i in keep}
-    return Line(line.label, [line.x[i] for i in keep], [line.y[i] for i in keep], line.colour, line.simulated, line.dashed,
-                line.points, sorted(marks))  # fmt: skip
+    return dataclasses.replace(line, x=[line.x[i] for i in keep], y=[line.y[i] for i in keep], marks=sorted(marks))
 
 
 def distinct(names: list[str]) -> list[str]:

@@ -76,7 +76,7 @@ def summary_row(s: Any, name: str, simulated: bool) -> list[Cell]:
     worst = "passed" if passed is True else "FAILED" if passed is False else ""
     kind = text(get(s, "scheme") or get(s, "dtype"), 40).replace("float", "fp")
     return [
-        plain(name, "simulated" if simulated else ""), plain(worst, "good" if passed is True else "bad" if worst else ""),
+        plain(name, "simulated" if simulated else ""), plain(worst, "good" if passed else "bad" if worst else ""),
         plain(kind), count(number(get(s, "tokens"))), decibels(number(get(s, "snr_db", "min"))),
         decibels(number(get(s, "snr_db", "median"))), decibels(number(get(s, "snr_db", "pooled"))),
         figure(number(get(s, "threshold_db")), "{:.0f}"), decibels(number(get(s, "caches_db", "min"))),
@@ -98,8 +98,8 @@ def answers(section: Section, reports: list[dict[str, Any]]) -> None:
         answer = report.get("answer")
         if isinstance(answer, dict):
             s, says = report.get("summary"), text(answer.get("verdict"), 40)
-            rows.append([plain(engine_name(s), "simulated" if is_simulated(s) else ""), plain(text(answer.get("prompt"), 300)),
-                         plain(text(answer.get("reference_text"), 600)), plain(text(answer.get("text"), 600)),
+            said = [text(answer.get(key), 600) for key in ("prompt", "reference_text", "text")]
+            rows.append([plain(engine_name(s), "simulated" if is_simulated(s) else ""), *map(plain, said),
                          plain(says, VERDICTS.get(says, ""))])  # fmt: skip
     if rows:
         section.tables.append(table("Answers", ["engine", "prompt", "original", "this artifact", "verdict"], rows))
@@ -156,8 +156,10 @@ def stages(artifact: Artifact) -> Section:
                         unit="dB", texts=[[decibels(v).text for v in middle], [decibels(v).text for v in lowest]],
                         note="dB; a stage without a bar is identical")  # fmt: skip
     section.charts += [chart] if chart else []
-    position = [charts.Line(label, [float(i) for i in range(len(db))], [drawn(v) for v in db], i, is_simulated(s))
-                for i, (label, s) in enumerate(zip(names, found, strict=True)) if (db := numbers(s.get("snr_db")))]  # fmt: skip
+    position = []
+    for i, (label, s) in enumerate(zip(names, found, strict=True)):
+        db = [drawn(v) for v in numbers(s.get("snr_db"))]
+        position.append(charts.Line(label, [float(at) for at in range(len(db))], db, i, is_simulated(s)))
     chart = charts.lines("Logits SNR by position and stage", position, note="dB")
     section.charts += [chart] if chart else []
     layer = []
@@ -223,11 +225,12 @@ def bisect(artifact: Artifact) -> Section:
     depth = items(body.get("depth"))
     chart = charts.lines("SNR along the depth", [charts.Line(name, [float(i) for i in range(len(depth))],
                          [drawn(number(d.get("snr_db"))) for d in depth], 0, simulated, points=len(depth) < 60)],
-                         x="block", note="dB, the output of each block")  # fmt: skip
+                         x="block", note="dB, the output of each block",
+                         names={float(i): text(d.get("tensor"), 40) for i, d in enumerate(depth)})  # fmt: skip
     section.charts += [chart] if chart else []
     first = body.get("first")
     if isinstance(first, dict):
-        rows = [[plain(text(k)), plain(text(v, 300), "code")] for k, v in first.items() if v not in (None, "", [], {})]
+        rows = [[plain(heading(k)), db_or_value(k, v)] for k, v in first.items() if v not in (None, "", [], {})]
         section.tables.append(table("First to diverge", ["what", "value"], rows))
     for line in strings(body.get("warnings")):
         section.lines.append(("warn", line))
@@ -270,7 +273,7 @@ def generic(section: Section, title: str, found: list[dict[str, Any]]) -> None:
     keys = keys[:10]
     if keys:
         rows = [[db_or_value(k, item.get(k)) for k in keys] for item in found]
-        section.tables.append(table(title, [text(k, 60) for k in keys], rows, closed=len(rows) > 40))
+        section.tables.append(table(title, [heading(k) for k in keys], rows, closed=len(rows) > 40))
 
 
 def value_cell(value: Any) -> Cell:
@@ -287,3 +290,8 @@ def db_or_value(key: str, value: Any) -> Cell:
     """A cell by its column's name: NAME_db is an SNR."""
     found = number(value)
     return decibels(found) if key.endswith("_db") and found is not None else value_cell(value)
+
+
+def heading(key: str) -> str:
+    """A key as a column's name: snr_db as "snr dB"."""
+    return text(key.replace("_", " ").removesuffix(" db") + " dB" * key.endswith("_db"), 60)

@@ -19,8 +19,8 @@ from ringstep import __version__, console
 
 FILE = "report.html"
 BUILDERS: tuple[Callable[[Artifact], Section], ...] = (
-    measured.parity, measured.stages, measured.drift, measured.bisect, sections.memory, sections.bits, sections.operations,
-    sections.compiled, measured.profile, sections.timings, sections.sizes, sections.versions,
+    measured.parity, measured.stages, measured.drift, measured.bisect, sections.memory, sections.bits,
+    sections.operations, sections.compiled, measured.profile, sections.timings, sections.sizes, sections.versions,
 )  # fmt: skip
 
 
@@ -89,11 +89,13 @@ def cards(artifact: Artifact, reports: Any = None) -> list[Card]:
         found.append(Card(f"{measured.engine_name(s)} {says}", "–" if low is None else f"{low:.1f} dB", note,
                           "good" if passed is True else "bad" if passed is False else ""))  # fmt: skip
     if spec:
-        found.append(Card("Precision", text(spec.scheme) or spec.dtype.replace("float", "fp"), f"{spec.activations} activations"))
+        kind = text(spec.scheme) or spec.dtype.replace("float", "fp")
+        found.append(Card("Precision", kind, f"{spec.activations} activations"))
         bytes_ = sum(c.nbytes for c in spec.caches)
         found.append(Card("KV caches", console.human_bytes(bytes_), f"at context {spec.context:,}"))
     elif manifest:
-        found.append(Card("Precision", text(manifest.options.get("scheme") or manifest.options.get("dtype")), ""))
+        kind = text(manifest.options.get("scheme") or manifest.options.get("dtype"))
+        found.append(Card("Precision", kind.replace("float", "fp")))
     if manifest:
         files = [o.bytes for r in manifest.stages.values() for o in r.outputs.values()]
         found.append(Card("On disk", console.human_bytes(sum(files)), f"{len(files)} files"))
@@ -135,7 +137,8 @@ def render(title: str, pages: list[Page], index: Table | None) -> str:
     import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True,
+                                     undefined=jinja2.StrictUndefined)  # fmt: skip
     template = environment.from_string(resource("page.html.j2"))
     charts = [c for page in pages for section in page.sections for c in section.charts]
     scripts = [bokeh_script(), resource("page.js")] if charts else [resource("page.js")]

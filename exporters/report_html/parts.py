@@ -1,4 +1,4 @@
-"""What a page is made of: sections of cards, tables, charts and lines. Nothing here is HTML; the template escapes it."""
+"""What a page is made of: cards, tables, charts and lines. Nothing here is HTML; the template escapes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An artifact's files as plain values, none of them trusted: what is damaged becomes a line of the report, not an error."""
+"""An artifact's files as plain values, none of them trusted: what is damaged becomes a line of the report."""
 
 from __future__ import annotations
 

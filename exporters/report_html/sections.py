@@ -50,8 +50,8 @@ def memory(artifact: Artifact) -> Section:
     if windows:
         count_windows = sum(c.window is not None for c in spec.caches)
         spans = ", ".join(map(str, windows))
-        section.lead = (f"{count_windows} of {len(spec.caches)} layers keep a window of {spans} tokens as a ring; the rest "
-                        "keep the whole context")  # fmt: skip
+        section.lead = (f"{count_windows} of {len(spec.caches)} layers keep a window of {spans} tokens; "
+                        "the rest keep the whole context")  # fmt: skip
     else:
         section.lead = "Every layer keeps the whole context: no window saves memory here"
     megabytes = [[v / 1e6 for v in hybrid], [v / 1e6 for v in flat]]
@@ -159,8 +159,8 @@ def operations(artifact: Artifact) -> Section:
         changes = get(body, "changes")
         for name, what in changes.items() if isinstance(changes, dict) else []:
             example = text(get(what, 0, "what"))
-            rows.append([plain(text(file), "code"), plain(text(name), "code"),
-                         count(float(len(what)) if isinstance(what, list) else number(what)), plain(example)])  # fmt: skip
+            times = float(len(what)) if isinstance(what, list) else number(what)
+            rows.append([plain(text(file), "code"), plain(text(name), "code"), count(times), plain(example)])
     if rows:
         section.tables.append(table("Passes that changed something", ["graph", "pass", "changes", "for example"], rows))
     return section
@@ -221,21 +221,27 @@ def npu_operations(artifact: Artifact) -> Counter[str]:
     return counts
 
 
+def kinds_of(counts: Any) -> float | None:
+    """The sum of counts by kind."""
+    return sum(number(v) or 0.0 for v in counts.values()) if isinstance(counts, dict) else None
+
+
 def compiled(artifact: Artifact) -> Section:
     """What Qualcomm's compiler made of each graph."""
     section = Section("compiled", "Compiled for the NPU")
-    rows = []
+    rows, whole = [], []
     for name, record in (artifact.manifest.stages if artifact.manifest else {}).items():
         if not name.startswith("qnn-"):
             continue
         facts = record.facts
         section.lead = f"{text(facts.get('chip'))} by {text(facts.get('version'))}"
-        on_npu = facts.get("npu_ops")
-        total = sum(number(v) or 0 for v in on_npu.values()) if isinstance(on_npu, dict) else None
+        total = kinds_of(facts.get("npu_ops"))
         rows.append([plain(text(name), "code"), count(total), size(number(facts.get("binary_bytes"))),
                      seconds(record.seconds), size(number(facts.get("peak_bytes")))])  # fmt: skip
+        whole += [total is not None and total == kinds_of(facts.get("source_ops"))]
     if rows:
-        section.lines.append(("good", "every operation runs on the NPU: the export refuses a graph that falls back to the CPU"))
+        if all(whole):
+            section.lines.append(("good", "every operation runs on the NPU, none on the CPU"))
         columns = ["graph", "NPU operations", "context binary", "compiled in", "compiler's memory"]
         section.tables.append(table("", columns, rows))
     else:
@@ -251,11 +257,11 @@ def timings(artifact: Artifact) -> Section:
         section.missing.append(("timings", "ringstep export MODEL --out {target}"))
         return section
     total, peak = sum(r.seconds for r in records), max(r.peak_rss_anon_bytes for r in records)
-    section.lead = f"{console.human_seconds(total)} in all, at most {console.human_bytes(peak)} of memory, on the machine that exported"
-    names = [text(r.name, 40) for r in records][:BARS]
-    chart = charts.bars("Seconds by stage", names, [charts.Bars("time", [number(r.seconds) for r in records[:BARS]], 0)],
-                        note="time on the machine that exported, not on a phone",
-                        texts=[[console.human_seconds(r.seconds) for r in records[:BARS]]])  # fmt: skip
+    section.lead = f"{console.human_seconds(total)} in all, at most {console.human_bytes(peak)} of memory"
+    names, took = [text(r.name, 40) for r in records][:BARS], [r.seconds for r in records][:BARS]
+    chart = charts.bars("Seconds by stage", names, [charts.Bars("time", took, 0)],
+                        note="on the machine that exported, not on a phone",
+                        texts=[[console.human_seconds(t) for t in took]])  # fmt: skip
     section.charts += [chart] if chart else []
     written = [sum(o.bytes for o in r.outputs.values()) for r in records]
     rows = [[plain(text(r.name), "code"), seconds(r.seconds), size(r.peak_rss_anon_bytes), size(b)]
