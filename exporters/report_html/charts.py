@@ -52,7 +52,7 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
           form: str = ".1f", limit: float | None = None, log: bool = False, ticks: dict[float, str] | None = None,
           names: dict[float, str] | None = None) -> Chart | None:  # fmt: skip
     """Lines over a numeric x, `ticks` naming places of its axis, `names` its values; None when there is no point."""
-    from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter
+    from bokeh.models import BasicTicker, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter
     from bokeh.models.annotations import Span
     from bokeh.plotting import figure
 
@@ -98,6 +98,8 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
         low, high = min(values), max(values)
         room = max(high - low, 1e-9 + abs(high) * 0.02) * 0.08
         plot.y_range.start, plot.y_range.end = low - room, high + room  # type: ignore[attr-defined]
+    if not log:
+        plot.xaxis.ticker = BasicTicker(desired_num_ticks=5, min_interval=1)  # positions and layers are whole
     if ticks:
         plot.xaxis.ticker = FixedTicker(ticks=sorted(ticks))
         plot.xaxis.major_label_overrides = {k: plain_label(v) for k, v in ticks.items()}
@@ -106,9 +108,13 @@ def lines(title: str, series: Sequence[Line], *, note: str = "", x: str = "posit
 
 
 def bars(title: str, names: Sequence[str], series: Sequence[Bars], *, note: str = "", unit: str = "",
-         texts: Sequence[Sequence[str]] | None = None, start: float = 0.0) -> Chart | None:  # fmt: skip
-    """Horizontal bars, a group for each name from the top down; `texts` are the values as written, by series."""
-    from bokeh.models import ColumnDataSource, FactorRange, HoverTool
+         texts: Sequence[Sequence[str]] | None = None, whole: bool = False, simulated: bool = False,
+         ) -> Chart | None:  # fmt: skip
+    """Horizontal bars from 0, a group for each name from the top down.
+
+    `texts` are the values as written, by series; `whole` values are counts; `simulated` says that some of them are.
+    """
+    from bokeh.models import BasicTicker, ColumnDataSource, FactorRange, HoverTool
     from bokeh.plotting import figure
     from bokeh.transform import dodge
 
@@ -129,17 +135,19 @@ def bars(title: str, names: Sequence[str], series: Sequence[Bars], *, note: str 
         data = ColumnDataSource({"name": [r[0] for r in rows], "value": [r[1] for r in rows],
                                  "text": [r[2] for r in rows]})  # fmt: skip
         offset = (len(series) - 1) * thick / 2 - index * thick
-        drawn = plot.hbar(y=dodge("name", offset, range=plot.y_range), right="value", left=start, source=data,
+        drawn = plot.hbar(y=dodge("name", offset, range=plot.y_range), right="value", left=0, source=data,
                           height=thick * 0.9, line_alpha=0)  # fmt: skip
         drawn.glyph.tags = [f"c{s.colour}"]
         plot.add_tools(HoverTool(renderers=[drawn], tooltips=[("", "@name"), (plain_label(s.label), "@text")]))
-    plot.x_range.start = min(start, lowest)  # type: ignore[attr-defined]
-    plot.x_range.end = (largest if largest > start else start + 1) * 1.04  # type: ignore[attr-defined]
+    plot.x_range.start = min(0.0, lowest)  # type: ignore[attr-defined]
+    plot.x_range.end = (largest if largest > 0 else 1.0) * 1.04  # type: ignore[attr-defined]
     plot.ygrid.visible = False
-    return finished(plot, title, note, [Key(s.label, s.colour, False, s.simulated) for s in series], height)
+    plot.xaxis.ticker = BasicTicker(desired_num_ticks=5, min_interval=1 if whole else 0)
+    keys = [Key(s.label, s.colour, False, s.simulated) for s in series]
+    return finished(plot, title, note, keys, height, simulated)
 
 
-def finished(plot: Any, title: str, note: str, keys: list[Key], height: int) -> Chart:
+def finished(plot: Any, title: str, note: str, keys: list[Key], height: int, simulated: bool = False) -> Chart:
     """The parts that all charts share, and the chart as JSON."""
     from bokeh.embed import json_item
 
@@ -149,10 +157,9 @@ def finished(plot: Any, title: str, note: str, keys: list[Key], height: int) -> 
     plot.axis.minor_tick_line_color = None
     plot.axis.major_label_text_font_size = "12px"
     plot.axis.major_label_text_font = "system-ui, sans-serif"
-    plot.xaxis.ticker.desired_num_ticks = 5 if hasattr(plot.xaxis[0].ticker, "desired_num_ticks") else None
     plot.toolbar.logo = None
     item: dict[str, Any] = dict(json_item(plot))
-    return Chart(title, note, keys, height, item, any(k.simulated for k in keys))
+    return Chart(title, note, keys, height, item, simulated or any(k.simulated for k in keys))
 
 
 def thinned(line: Line) -> Line:

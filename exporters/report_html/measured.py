@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from exporters.report_html import charts
-from exporters.report_html.parts import SILENT, Cell, Section, count, decibels, figure, plain, table
+from exporters.report_html.parts import ROWS, SILENT, Cell, Section, count, decibels, figure, plain, table
 from exporters.report_html.read import PARITY, Artifact, get, items, number, numbers, text
 
 VERDICTS = {"equal": "good", "ambiguous": "warn", "different": "bad"}
@@ -63,6 +63,7 @@ def parity(artifact: Artifact, reports: Any = None) -> Section:
     chart = charts.lines("Cache SNR by layer", layers, x="layer", note="dB, keys and values")
     section.charts += [chart] if chart else []
     answers(section, reports)
+    windows(section, reports)
     details(section, reports)
     if not any(is_simulated(r.get("summary")) for r in reports):
         section.missing.append(("parity on the simulated NPU", "ringstep parity {target} --engine qnn-sim"))
@@ -72,13 +73,14 @@ def parity(artifact: Artifact, reports: Any = None) -> Section:
 def summary_row(s: Any, name: str, simulated: bool) -> list[Cell]:
     """One engine's row of the summary."""
     passed = get(s, "passed")
+    pooled = get(s, "snr_db", "pooled") if get(s, "scheme") else None
     share = [number(get(s, "top1")), number(get(s, "top5"))]
     worst = "passed" if passed is True else "FAILED" if passed is False else ""
     kind = text(get(s, "scheme") or get(s, "dtype"), 40).replace("float", "fp")
     return [
         plain(name, "simulated" if simulated else ""), plain(worst, "good" if passed else "bad" if worst else ""),
         plain(kind), count(number(get(s, "tokens"))), decibels(number(get(s, "snr_db", "min"))),
-        decibels(number(get(s, "snr_db", "median"))), decibels(number(get(s, "snr_db", "pooled"))),
+        decibels(number(get(s, "snr_db", "median"))), decibels(number(pooled)),
         figure(number(get(s, "threshold_db")), "{:.0f}"), decibels(number(get(s, "caches_db", "min"))),
         *(figure(None if v is None else 100 * v) for v in share), figure(number(get(s, "kl", "mean")), "{:.1e}"),
     ]  # fmt: skip
@@ -105,13 +107,28 @@ def answers(section: Section, reports: list[dict[str, Any]]) -> None:
         section.tables.append(table("Answers", ["engine", "prompt", "original", "this artifact", "verdict"], rows))
 
 
+def windows(section: Section, reports: list[dict[str, Any]]) -> None:
+    """The window gate: every way in which a text was fed."""
+    for report in reports[:8]:
+        s, gate = report.get("summary"), report.get("windows")
+        feedings = items(get(gate, "feedings"))
+        if feedings:
+            label = " (simulated)" if is_simulated(s) else ""
+            title = f"Window gate: {engine_name(s)}{label}, {text(get(gate, 'mode'), 40)}"
+            generic(section, title, feedings)
+            for line in strings(get(gate, "failures"), 5):
+                section.lines.append(("bad", f"{engine_name(s)}: {line}"))
+
+
 def details(section: Section, reports: list[dict[str, Any]]) -> None:
     """Every position and every cache, folded away."""
-    rows, caches = [], []
+    rows, caches, left_out = [], [], 0
     for report in reports[:8]:
         s = report.get("summary")
         name, look = engine_name(s), "simulated" if is_simulated(s) else ""
-        for p in items(report.get("positions")):
+        positions = items(report.get("positions"))
+        left_out += max(0, len(positions) - ROWS)
+        for p in positions[:ROWS]:
             top1 = text(p.get("top1"), 40)
             top5 = number(p.get("top5"))
             rows.append([plain(name, look), count(number(p.get("position"))), count(number(p.get("token"))),
@@ -125,7 +142,7 @@ def details(section: Section, reports: list[dict[str, Any]]) -> None:
         section.tables.append(table("Every cache", ["engine", "layer", "keys dB", "values dB"], caches, closed=True))
     if rows:
         columns = ["engine", "position", "token", "dB", "top-1", "top-5 %", "KL"]
-        section.tables.append(table("Every position", columns, rows, closed=True))
+        section.tables.append(table("Every position", columns, rows, True, left_out))
 
 
 def stages(artifact: Artifact) -> Section:
@@ -134,7 +151,7 @@ def stages(artifact: Artifact) -> Section:
     body = artifact.json("parity_stages.json")
     found = items(get(body, "stages"))[:20]
     if not found:
-        section.missing.append(("SNR by stage", "ringstep stages {target}"))
+        section.missing.append(("SNR by stage", "ringstep parity {target} --stages"))
         return section
     section.lead = f"each stage against {text(get(body, 'against') or get(body, 'reference')) or 'the original'}"
     names = [text(s.get("stage"), 40) for s in found]
@@ -148,12 +165,12 @@ def stages(artifact: Artifact) -> Section:
         top1 = number(get(summary, "top1"))
         rows.append([plain(name, "simulated" if is_simulated(s) else ""), plain(engine_name(s)),
                      count(number(get(summary, "tokens"))), decibels(low), decibels(median),
+                     decibels(number(get(s, "before", "summary", "snr_db", "min"))),
                      decibels(number(get(summary, "caches_db", "min"))), figure(None if top1 is None else 100 * top1),
                      figure(number(get(summary, "kl", "mean")), "{:.1e}")])  # fmt: skip
-    simulated = any(is_simulated(s) for s in found)
-    chart = charts.bars("Logits SNR by stage", labels,
-                        [charts.Bars("median", middle, 0, simulated), charts.Bars("lowest", lowest, 1, simulated)],
-                        unit="dB", texts=[[decibels(v).text for v in middle], [decibels(v).text for v in lowest]],
+    bars = [charts.Bars("median", middle, 0), charts.Bars("lowest", lowest, 1)]
+    chart = charts.bars("Logits SNR by stage", labels, bars, simulated=any(is_simulated(s) for s in found),
+                        texts=[[decibels(v).text for v in bar.values] for bar in bars],
                         note="dB; a stage without a bar is identical")  # fmt: skip
     section.charts += [chart] if chart else []
     position = []
@@ -169,7 +186,7 @@ def stages(artifact: Artifact) -> Section:
         layer.append(charts.Line(label, [at for at, _ in caches], [drawn(v) for v in worst], i, is_simulated(s)))
     chart = charts.lines("Cache SNR by layer and stage", layer, x="layer", note="dB, the worse of keys and values")
     section.charts += [chart] if chart else []
-    columns = ["stage", "engine", "tokens", "min dB", "median", "worst cache", "top-1 %", "KL"]
+    columns = ["stage", "engine", "tokens", "min dB", "median", "from the stage before", "worst cache", "top-1 %", "KL"]
     section.tables.append(table("", columns, rows))
     return section
 
@@ -185,19 +202,24 @@ def drift(artifact: Artifact) -> Section:
     body = artifact.json("drift.json")
     x, y = numbers(get(body, "teacher_forced", "position")), numbers(get(body, "teacher_forced", "snr_db"))
     if not isinstance(body, dict):
-        section.missing.append(("drift over 300 tokens", "ringstep stages {target} --drift"))
+        section.missing.append(("drift over 300 tokens", "ringstep parity {target} --drift"))
         return section
     name, simulated, slope = engine_name(body), is_simulated(body), number(body.get("slope_db_per_100"))
     pairs = [(a, b) for a, b in zip(x, y, strict=False) if a is not None]
-    series = [charts.Line(name, [a for a, _ in pairs], [drawn(b) for _, b in pairs], 0, simulated)]
+    series = [charts.Line("the original's text", [a for a, _ in pairs], [drawn(b) for _, b in pairs], 0, simulated)]
     known = [(a, b) for a, b in pairs if drawn(b) is not None]
     if slope is not None and len(known) > 1:
         middle = sum(a for a, _ in known) / len(known)
         mean = sum(b or 0.0 for _, b in known) / len(known)
         ends = [known[0][0], known[-1][0]]
         series.append(charts.Line("trend", ends, [mean + slope * (a - middle) / 100 for a in ends], 1, simulated, True))
-    chart = charts.lines("Logits SNR along the text", series, note="dB, fed the original's tokens")
+    x, y = numbers(get(body, "free_running", "position")), numbers(get(body, "free_running", "snr_db"))
+    own = [(a, b) for a, b in zip(x, y, strict=False) if a is not None]
+    series.append(charts.Line("its own text", [a for a, _ in own], [drawn(b) for _, b in own], 2, simulated))
+    chart = charts.lines("Logits SNR along the text", series, note=f"dB, {name}")
     section.charts += [chart] if chart else []
+    for line in strings(body.get("failures")):
+        section.lines.append(("bad", line))
     passed = body.get("passed")
     if slope is not None:
         look = "good" if passed is True else "bad" if passed is False else "note"
@@ -244,7 +266,7 @@ def profile(artifact: Artifact) -> Section:
     section = Section("profile", "Profile")
     body = artifact.json("profile.json")
     if not isinstance(body, dict | list):
-        section.missing.append(("a phone's profile", "ringstep profile {target}"))
+        section.missing.append(("a phone's profile", ""))
         return section
     if isinstance(body, list):
         generic(section, "Profile", items(body))

@@ -137,11 +137,12 @@ class Page:
     command_target: str = ""
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[list[Cell]], closed: bool = False) -> Table:
-    """A table of at most ROWS rows, without the columns that are empty in all of them."""
+def table(title: str, columns: Sequence[str], rows: Sequence[list[Cell]], closed: bool = False,
+          left_out: int = 0) -> Table:  # fmt: skip
+    """A table of at most ROWS rows without its empty columns; `left_out` counts rows that were not made at all."""
     kept = [i for i in range(len(columns)) if any(row[i].text for row in rows[:ROWS])]
     shown = [[row[i] for i in kept] for row in rows[:ROWS]]
-    return Table(title, [columns[i] for i in kept], shown, max(0, len(rows) - ROWS), closed)
+    return Table(title, [columns[i] for i in kept], shown, max(0, len(rows) - ROWS) + left_out, closed)
 
 
 def plain(value: str, look: str = "") -> Cell:

@@ -35,6 +35,8 @@ class Artifact:
         try:
             if not path.exists():
                 return None
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise RingstepError(f"{name} leads out of the folder through a symbolic link")
             return json.loads(read_small(path))
         except RingstepError as error:
             self.problems[name] = self.short(str(error))

@@ -173,7 +173,8 @@ def compare_operations(section: Section, found: list[tuple[str, Counter[str]]], 
     kinds = sorted({k for _, counts in found for k in counts}, key=lambda k: (-max(c[k] for _, c in found), k))
     shown = kinds[:BARS]
     series = [charts.Bars(name, [float(counts[k]) for k in shown], i) for i, (name, counts) in enumerate(found)]
-    chart = charts.bars("Operations by kind, one decode step", [text(k, 40) for k in shown], series, unit="nodes")
+    names = [text(k, 40) for k in shown]
+    chart = charts.bars("Operations by kind, one decode step", names, series, unit="nodes", whole=True)
     section.charts += [chart] if chart else []
     columns = ["operation", *(name for name, _ in found)]
     rows = [[plain(text(k), "code"), *(count(float(counts[k])) for _, counts in found)] for k in kinds]

@@ -10,11 +10,7 @@ const [page_file, folder] = process.argv.slice(2);
 const name = path.basename(page_file, ".html");
 fs.mkdirSync(folder, { recursive: true });
 
-const browser = await puppeteer.launch({
-  executablePath: process.env.RINGSTEP_BROWSER || (await chromium.executablePath()),
-  args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--font-render-hinting=none"],
-  headless: "shell",
-});
+const browser = await open();
 const views = [];
 try {
   for (const width of [360, 1200]) {
@@ -24,6 +20,28 @@ try {
   await browser.close();
 }
 console.log(JSON.stringify({ browser: "chromium", views }));
+
+// The browser of RINGSTEP_BROWSER, else the one inside the npm package, else one that is installed; 77 where none starts.
+async function open() {
+  const places = [process.env.RINGSTEP_BROWSER].filter(Boolean);
+  if (!places.length) {
+    places.push(await chromium.executablePath().catch((error) => `npm's chromium: ${error.message}`));
+    places.push(...["google-chrome", "chromium", "chromium-browser"].map((name) => `/usr/bin/${name}`).filter(fs.existsSync));
+  }
+  const failures = [];
+  for (const executablePath of places) {
+    try {
+      return await puppeteer.launch({
+        executablePath, headless: "shell",
+        args: ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--font-render-hinting=none"],
+      });
+    } catch (error) {
+      failures.push(`${executablePath}: ${String(error.message).split("\n")[0]}`);
+    }
+  }
+  console.error(`no browser starts: ${failures.join("; ")}`);
+  process.exit(77);
+}
 
 async function look(width, scheme) {
   const page = await browser.newPage();
