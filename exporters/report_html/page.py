@@ -69,12 +69,19 @@ def page_of(artifact: Artifact, ident: str, built: list[Section], reports: Any =
 def subtitle(artifact: Artifact) -> str:
     """Model, architecture, device."""
     spec, manifest = artifact.spec, artifact.manifest
-    parts = [text(spec.model if spec else manifest.model if manifest else "")]
+    parts = [model_name(artifact)]
     if spec:
         parts += [f"{text(spec.recipe)} recipe", *(text(v) for v in spec.target.values())]
     elif manifest:
         parts.append(text(manifest.options.get("device")))
     return " · ".join(part for part in parts if part)
+
+
+def model_name(artifact: Artifact) -> str:
+    """The model's name; of a path its last part, for a page that is passed on need not tell whose disk it was."""
+    if artifact.spec and artifact.spec.model:
+        return text(artifact.spec.model)
+    return sections.without_folder(artifact.manifest.model) if artifact.manifest else ""
 
 
 def cards(artifact: Artifact, reports: Any = None) -> list[Card]:
@@ -120,7 +127,7 @@ def index_table(pages: list[tuple[Artifact, Page]]) -> Table:
         says = "" if not verdicts else "passed" if all(v is True for v in verdicts) else "FAILED"
         kind = text(spec.scheme or spec.dtype) if spec else text(options.get("scheme") or options.get("dtype"))
         rows.append([
-            Cell(page.name, page.name.lower(), "code", f"#{page.id}"), plain(text(manifest.model if manifest else "")),
+            Cell(page.name, page.name.lower(), "code", f"#{page.id}"), plain(model_name(artifact)),
             plain(text(options.get("device"))), plain(kind.replace("float", "fp")),
             figure(float(spec.context) if spec else number(options.get("context")), "{:,.0f}"), size(disk),
             size(sum(c.nbytes for c in spec.caches) if spec else None),

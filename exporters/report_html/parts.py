@@ -45,7 +45,7 @@ class Table:
         """Whether half a desk is enough, by the characters of the longest cells."""
         widths = [max([len(name) + 2, *(min(30, len(row[i].text)) for row in self.rows)]) + 2
                   for i, name in enumerate(self.columns)]  # fmt: skip
-        return not self.closed and sum(widths) <= 62
+        return not self.closed and sum(widths) <= 70
 
     is_chart = False
 

@@ -271,13 +271,18 @@ def timings(artifact: Artifact) -> Section:
     return section
 
 
+def without_folder(model: str) -> str:
+    """A model as it was named; of an absolute path its last part."""
+    return text(Path(model).name if Path(model).is_absolute() else model)
+
+
 def versions(artifact: Artifact) -> Section:
     """What it was made from, and with what."""
     section = Section("versions", "Made from, made with")
     manifest = artifact.manifest
     if manifest is None:
         return section
-    rows = [[plain("model"), plain(text(manifest.model), "code")]]
+    rows = [[plain("model"), plain(without_folder(manifest.model), "code")]]
     rows += [[plain(f"checkpoint {text(k)}"), plain(text(v), "code")] for k, v in manifest.checkpoint.items()]
     rows += [[plain(text(k)), plain(text(v) if not isinstance(v, dict) else text(", ".join(map(str, v))), "code")]
              for k, v in manifest.options.items() if v is not None]  # fmt: skip

@@ -56,14 +56,12 @@ async function look(width, scheme) {
   await page.setViewport({ width, height: width < 600 ? 780 : 900, isMobile: width < 600, hasTouch: width < 600 });
   await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: scheme }]);
   await page.goto(pathToFileURL(path.resolve(page_file)).href, { waitUntil: "load" });
-  // Charts are drawn as they come near: walk down the page once.
-  const height = await page.evaluate(() => document.documentElement.scrollHeight);
-  for (let at = 0; at < height; at += 700) {
-    await page.evaluate((y) => scrollTo(0, y), at);
-    await new Promise((done) => setTimeout(done, 40));
+  // Charts are drawn as they come near: go to each in turn, and say which never was.
+  for (const plot of await page.$$(".plot")) {
+    await plot.evaluate((e) => e.scrollIntoView({ block: "center" }));
+    await page.waitForFunction((e) => e.dataset.drawn === "done", { timeout: 30000 }, plot)
+      .catch(async () => seen.errors.push(`not drawn: ${await plot.evaluate((e) => `${e.id} ${e.dataset.drawn}`)}`));
   }
-  await page.waitForFunction(() => [...document.querySelectorAll(".plot")].every((p) => p.dataset.drawn === "done"),
-    { timeout: 20000 });
   await new Promise((done) => setTimeout(done, 300));
   Object.assign(seen, await page.evaluate(measure));
   await page.evaluate(() => scrollTo(0, 0));

@@ -20,6 +20,8 @@ TRACED = ["MatMul", "MatMul", "Add", "Mul", "Mul", "Mul", "Identity"]
 SANITISED = ["MatMul", "MatMul", "Add", "Mul", "Tanh"]
 ENGINES = {"ort": (False, 58.0), "qnn-sim": (True, 41.0)}
 TOKENS = 90
+EVIL = ("</script><script>window.owned=1</script><img src=http://evil.test/x onerror=owned=1>"
+        "\"'&<!-- $$x^2$$ @{x} {{ 7*7 }}")  # fmt: skip
 
 
 def spec(dtype: Any = "float16") -> StepSpec:
@@ -154,4 +156,27 @@ def write_artifact(folder: Path, quantised: bool = False, **files: Any) -> Path:
     for name, body in (measured() | {k.replace("__", "."): v for k, v in files.items()}).items():
         if body is not None:
             (folder / name).write_text(body if isinstance(body, str) else json.dumps(body))
+    return folder
+
+
+def evil(value: Any) -> Any:
+    """The same with every text replaced, keys that are read apart."""
+    if isinstance(value, dict):
+        return {k: evil(v) for k, v in value.items()} | {EVIL: EVIL}
+    if isinstance(value, list):
+        return [evil(item) for item in value]
+    return EVIL + value if isinstance(value, str) else value
+
+
+def evil_artifact(folder: Path) -> Path:
+    """An artifact whose every text is markup."""
+    files = {name.replace(".", "__"): evil(body) for name, body in measured().items()}
+    write_artifact(folder, quantised=True, **files)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {"model": EVIL, "versions": {EVIL: EVIL}, "options": {"device": EVIL, "dtype": EVIL, EVIL: [EVIL]}}
+    for stage in manifest["stages"].values():
+        stage["facts"] = evil(stage["facts"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for name in ("quantize/sizes.json", "quantize/report.json"):
+        (folder / name).write_text(json.dumps(evil(json.loads((folder / name).read_text()))))
     return folder

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from export_runs import run
-from report_folders import write_artifact
-from test_report_hostile import evil_artifact
+from report_folders import evil_artifact, write_artifact
 
 ROOT = Path(__file__).parents[2]
 BROWSER = ROOT / "tests" / "browser"

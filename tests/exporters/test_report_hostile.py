@@ -11,36 +11,11 @@ import pytest
 from export_runs import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_folders import measured, parity, write_artifact
+from report_folders import EVIL, evil_artifact, parity, write_artifact
 from report_page import check_closed, read_page
 
-EVIL = ("</script><script>window.owned=1</script><img src=http://evil.test/x onerror=owned=1>"
-        "\"'&<!-- $$x^2$$ @{x} {{ 7*7 }}")  # fmt: skip
 MEASURED = ("parity.json", "parity_stages.json", "drift.json", "bisect.json", "profile.json", "sanitize.json")
 SIZES = ("quantize/sizes.json", "quantize/report.json")
-
-
-def evil(value: Any) -> Any:
-    """The same with every text replaced, keys that are read apart."""
-    if isinstance(value, dict):
-        return {k: evil(v) for k, v in value.items()} | {EVIL: EVIL}
-    if isinstance(value, list):
-        return [evil(item) for item in value]
-    return EVIL + value if isinstance(value, str) else value
-
-
-def evil_artifact(folder: Path) -> Path:
-    """An artifact whose every text is markup."""
-    files = {name.replace(".", "__"): evil(body) for name, body in measured().items()}
-    write_artifact(folder, quantised=True, **files)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest |= {"model": EVIL, "versions": {EVIL: EVIL}, "options": {"device": EVIL, "dtype": EVIL, EVIL: [EVIL]}}
-    for stage in manifest["stages"].values():
-        stage["facts"] = evil(stage["facts"])
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    for name in SIZES:
-        (folder / name).write_text(json.dumps(evil(json.loads((folder / name).read_text()))))
-    return folder
 
 
 def test_markup_in_every_text_is_text(tmp_path: Path) -> None:

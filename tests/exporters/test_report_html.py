@@ -98,7 +98,8 @@ def test_parity_figures(full: PageParser, folder: Path) -> None:
 
 def test_every_chart_is_there_and_simulated_ones_say_so(full: PageParser) -> None:
     titles = ["Logits SNR by position", "Cache SNR by layer", "Logits SNR by stage",
-              "Logits SNR by position and stage", "Cache SNR by layer and stage", "Logits SNR along the text", "SNR along the depth", "KV memory by context",
+              "Logits SNR by position and stage", "Cache SNR by layer and stage", "Logits SNR along the text",
+              "SNR along the depth", "KV memory by context",
               "Bits a weight by layer: qdq", "Operations by kind, one decode step", "Seconds by stage"]  # fmt: skip
     shown = [value for tag, name, value in full.attributes if tag == "div" and name == "aria-label"]
     shown = [value for value in shown if value in titles]
