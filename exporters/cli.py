@@ -11,6 +11,7 @@ import click
 
 from exporters.options import calibration_options, size_options
 from exporters.quantize_command import quantize, schemes
+from exporters.report_command import report
 from exporters.show import finish, print_positions, print_reports, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
@@ -114,14 +115,15 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
 @click.option("--windows", type=click.Choice(["off", "fast", "full"]), help="How much of the window gate to run. "
               "Default: fast, off on the simulator.")  # fmt: skip
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
 @click.option("--update-baseline", is_flag=True, help="Of the gate: show what has changed, then write its baseline.")
 @click.option("--only", multiple=True, metavar="NAME", help="Of the gate: this tiny model (can be repeated).")
 @as_json
 @common
 @click.pass_context
 def parity(context: click.Context, artifact: Path | None, engine: str, model: str | None, tokens: int | None,
-           prompt: str | None, min_db: float | None, windows: Any, positions: bool, update_baseline: bool,
-           only: tuple[str, ...], json_: bool) -> int:  # fmt: skip
+           prompt: str | None, min_db: float | None, windows: Any, positions: bool, html: Path | None,
+           update_baseline: bool, only: tuple[str, ...], json_: bool) -> int:  # fmt: skip
     """Compare ARTIFACT with the original: SNR, tokens, caches, windows. Leaves with 1 when it fails.
 
     Without ARTIFACT it is the gate: tiny models of every recipe through precisions and engines, against thresholds
@@ -162,6 +164,11 @@ def parity(context: click.Context, artifact: Path | None, engine: str, model: st
             f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
         )
     reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db, windows=windows)
+    if html:
+        from exporters.report_html.page import parity_report, write
+
+        write(html, parity_report(artifact, reports))
+        console.say(f"{html} written")
     if json_:
         console.print_json(reports)
     else:
@@ -243,6 +250,7 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(report)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)
