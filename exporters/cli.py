@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from exporters.options import calibration_options, size_options
+from exporters.parity_command import stage_options
 from exporters.quantize_command import quantize, schemes
 from exporters.show import finish, print_positions, print_reports, show_manifest
 from ringstep import __version__, console
@@ -106,23 +107,31 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
 
 @cli.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@engine_option
+@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]),
+              help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
+              "--stages runs both unless told ort.")  # fmt: skip
 @click.option("--model", help="The original, when it is no longer where the export found it.")
 @click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
 @click.option("--prompt", help="Let the engine answer this and compare the answers.")
 @click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@stage_options
 @as_json
 @common
-def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, prompt: str | None,
-           min_db: float | None, positions: bool, json_: bool) -> int:  # fmt: skip
-    """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails."""
+def parity(artifact: Path, engine: str | None, model: str | None, tokens: int | None, prompt: str | None,
+           min_db: float | None, positions: bool, json_: bool, **more: Any) -> int:  # fmt: skip
+    """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails.
+
+    With --stages ARTIFACT may be a folder of artifacts.
+    """
+    from exporters.parity_command import Asked, checkpoint_of, run_more
     from exporters.prove import prove
-    from ringstep.checkpoint import open_checkpoint
     from ringstep.contract import StepSpec
-    from ringstep.manifest import manifest_of
     from ringstep.text import Text
 
+    passed = run_more(Asked(artifact, engine, model, tokens, prompt, min_db, positions, json_, **more))
+    if passed is not None:
+        return 0 if passed else GATE_FAILED
     spec = StepSpec.load(artifact)
     if tokens and prompt:
         raise RingstepError("--tokens and --prompt: a proof takes one of them")
@@ -130,17 +139,8 @@ def parity(artifact: Path, engine: str, model: str | None, tokens: int | None, p
         raise RingstepError(f"--prompt: {artifact} has no chat template; leave it out to compare a text")
     if tokens and tokens > spec.context:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
-    manifest = manifest_of(artifact)
-    try:
-        checkpoint = open_checkpoint(model or manifest.model)
-    except RingstepError as error:
-        hint = "" if model else f"; {artifact} was made from it: say where it is now with --model"
-        raise RingstepError(f"{error}{hint}") from None
-    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(
-            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
-        )
-    reports = prove(artifact, checkpoint, {engine: prompt}, tokens=tokens, threshold_db=min_db)
+    checkpoint = checkpoint_of(artifact, model)
+    reports = prove(artifact, checkpoint, {engine or "ort": prompt}, tokens=tokens, threshold_db=min_db)
     if json_:
         console.print_json(reports)
     else:

@@ -1,0 +1,121 @@
+"""What `ringstep parity` does beside proving one engine: all stages, folders of artifacts, goldens, drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ringstep import console
+from ringstep.errors import RingstepError
+
+if TYPE_CHECKING:
+    from exporters.opening import Artifact
+    from exporters.prove import Reference
+    from ringstep.checkpoint import Checkpoint
+
+STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled")  # opening.NAMES, without its imports
+
+
+def stage_options(command: Any) -> Any:
+    """--stages, --against and --layers."""
+    stages = click.option("--stages", is_flag=True, help="All stages of the export side by side.")
+    against = click.option("--against", type=click.Choice(STAGES),
+                           help="With --stages: hold what comes after this stage against it.")  # fmt: skip
+    layers = click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
+    return stages(against(layers(command)))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command."""
+
+    artifact: Path
+    engine: str | None
+    model: str | None
+    tokens: int | None
+    prompt: str | None
+    min_db: float | None
+    positions: bool
+    json_: bool
+    stages: bool = False
+    against: str | None = None
+    layers: bool = False
+
+
+def run_more(asked: Asked) -> bool | None:
+    """What the options ask for beside the proof of one engine: whether it passed; None where they ask for no more."""
+    if asked.stages or asked.against:
+        if asked.prompt or asked.min_db is not None:
+            raise RingstepError("--stages: takes a text and each stage's own threshold; leave --prompt and --min-db out")
+        return run_stages(asked)
+    if asked.layers:
+        raise RingstepError("--layers: goes with --stages; --positions shows one engine's caches")
+    return None
+
+
+def checkpoint_of(folder: Path, model: str | None) -> Checkpoint:
+    """The checkpoint an artifact was made from. Raises RingstepError where it is not there, or is another one."""
+    from ringstep.checkpoint import open_checkpoint
+    from ringstep.manifest import manifest_of
+
+    manifest = manifest_of(folder)
+    try:
+        checkpoint = open_checkpoint(model or manifest.model)
+    except RingstepError as error:
+        hint = "" if model else f"; {folder} was made from it: say where it is now with --model"
+        raise RingstepError(f"{error}{hint}") from None
+    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
+        raise RingstepError(
+            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
+        )
+    return checkpoint
+
+
+def check_tokens(artifact: Artifact, tokens: int | None) -> None:
+    """Raises RingstepError for a text that the context does not hold."""
+    context = artifact.spec.context
+    if tokens and tokens > context:
+        raise RingstepError(f"--tokens {tokens}: must lie in 1..{context}, the context of {artifact.folder}")
+
+
+def open_all(asked: Asked) -> tuple[Artifact, Reference]:
+    """One artifact and its reference."""
+    from exporters.opening import Artifact
+    from exporters.prove import open_reference
+
+    checkpoint = checkpoint_of(asked.artifact, asked.model)
+    artifact = Artifact(asked.artifact, checkpoint)
+    check_tokens(artifact, asked.tokens)
+    return artifact, open_reference(checkpoint)
+
+
+def run_stages(asked: Asked) -> bool:
+    """`--stages`: returns whether every stage of every artifact passed."""
+    import dataclasses
+
+    from exporters.opening import ORIGINAL, artifacts_in
+    from exporters.prove_stages import prove_stages, save
+    from exporters.show_stages import print_stage_layers, print_stage_positions, print_stages
+
+    reports: dict[str, dict[str, Any]] = {}
+    for folder in artifacts_in(asked.artifact):
+        artifact, reference = open_all(dataclasses.replace(asked, artifact=folder))
+        with artifact:
+            body = prove_stages(artifact, reference, against=asked.against or ORIGINAL, engine=asked.engine,
+                                tokens=asked.tokens)  # fmt: skip
+        save(body, folder)
+        reports[str(folder)] = body
+    if asked.json_:
+        bodies = [{"artifact": folder, **body} for folder, body in reports.items()]
+        console.print_json(bodies[0] if str(asked.artifact) in reports else bodies)
+    else:
+        print_stages(reports)
+        for body in reports.values():
+            if asked.positions:
+                print_stage_positions(body)
+            if asked.layers:
+                print_stage_layers(body)
+    return all(body["passed"] for body in reports.values())
