@@ -12,6 +12,7 @@ import click
 from exporters.options import calibration_options, size_options
 from exporters.parity_command import stage_options
 from exporters.quantize_command import quantize, schemes
+from exporters.reference_command import reference
 from exporters.show import finish, print_positions, print_reports, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
@@ -222,6 +223,7 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(reference)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)

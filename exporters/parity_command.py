@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from exporters.opening import Artifact
     from exporters.prove import Reference
     from ringstep.checkpoint import Checkpoint
+    from ringstep.parity.golden import Golden
 
 STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled")  # opening.NAMES, without its imports
 
 
 def stage_options(command: Any) -> Any:
-    """--stages, --against and --layers."""
+    """--stages, --against, --layers and --golden."""
     stages = click.option("--stages", is_flag=True, help="All stages of the export side by side.")
     against = click.option("--against", type=click.Choice(STAGES),
                            help="With --stages: hold what comes after this stage against it.")  # fmt: skip
     layers = click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
-    return stages(against(layers(command)))
+    golden = click.option("--golden", type=click.Path(path_type=Path),
+                          help="Compare with what ringstep reference recorded; needs no original.")  # fmt: skip
+    return stages(against(layers(golden(command))))
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,18 @@ class Asked:
     stages: bool = False
     against: str | None = None
     layers: bool = False
+    golden: Path | None = None
 
 
 def run_more(asked: Asked) -> bool | None:
     """What the options ask for beside the proof of one engine: whether it passed; None where they ask for no more."""
     if asked.stages or asked.against:
         if asked.prompt or asked.min_db is not None:
-            raise RingstepError("--stages: takes a text and each stage's own threshold; leave --prompt and --min-db out")
+            raise RingstepError("--stages: takes a text and each stage's own threshold; leave out --prompt, --min-db")
         return run_stages(asked)
     if asked.layers:
         raise RingstepError("--layers: goes with --stages; --positions shows one engine's caches")
-    return None
+    return run_golden(asked) if asked.golden else None
 
 
 def checkpoint_of(folder: Path, model: str | None) -> Checkpoint:
@@ -81,11 +85,52 @@ def check_tokens(artifact: Artifact, tokens: int | None) -> None:
         raise RingstepError(f"--tokens {tokens}: must lie in 1..{context}, the context of {artifact.folder}")
 
 
-def open_all(asked: Asked) -> tuple[Artifact, Reference]:
-    """One artifact and its reference."""
+def open_golden(artifact: Artifact, path: Path, tokens: int | None) -> Golden:
+    """A golden that fits the artifact, no longer than its context or `tokens`. Raises RingstepError."""
+    from ringstep.parity.golden import fit, load_golden, shortened
+
+    golden = load_golden(path)
+    try:
+        fit(golden, artifact.spec, artifact.manifest.checkpoint.get("sha256"))
+    except RingstepError as error:
+        raise RingstepError(f"{path}: {error}") from None
+    context = artifact.spec.context
+    if tokens is None and len(golden.fed) > context:
+        console.warn(f"{path} has {len(golden.fed)} tokens, the context holds {context}: only those are compared")
+    return shortened(golden, min(tokens or context, context))
+
+
+def run_golden(asked: Asked) -> bool:
+    """`--golden`: one engine held against a golden; returns whether it passed."""
+    from exporters.opening import Artifact
+    from exporters.prove_golden import prove_golden
+    from exporters.show import print_positions, print_reports
+
+    assert asked.golden is not None
+    if asked.prompt:
+        raise RingstepError("--prompt: a golden has its own text; leave it out")
+    with Artifact(asked.artifact, None) as artifact:
+        check_tokens(artifact, asked.tokens)
+        golden = open_golden(artifact, asked.golden, asked.tokens)
+        report = prove_golden(artifact, golden, asked.engine or "ort", asked.tokens, asked.min_db)
+    if asked.json_:
+        console.print_json([report])
+    else:
+        print_reports([report])
+        if asked.positions:
+            print_positions(report)
+    return bool(report["summary"]["passed"])
+
+
+def open_all(asked: Asked) -> tuple[Artifact, Reference | Golden]:
+    """One artifact, and its reference or golden."""
     from exporters.opening import Artifact
     from exporters.prove import open_reference
 
+    if asked.golden:
+        artifact = Artifact(asked.artifact, None)
+        check_tokens(artifact, asked.tokens)
+        return artifact, open_golden(artifact, asked.golden, asked.tokens)
     checkpoint = checkpoint_of(asked.artifact, asked.model)
     artifact = Artifact(asked.artifact, checkpoint)
     check_tokens(artifact, asked.tokens)

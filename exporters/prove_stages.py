@@ -15,6 +15,7 @@ from ringstep import console
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
 from ringstep.files import write_json
+from ringstep.parity.golden import Golden
 from ringstep.parity.report import Report, Truth, threshold_db
 from ringstep.parity.runs import compare_runs, greedy, record
 
@@ -83,19 +84,30 @@ def run_stage(artifact: Artifact, stage: Stage, ids: Sequence[int]) -> Ran:
         return Ran(stage.name, stage.engine, stage.simulated, session.spec, truth, copied)
 
 
-def prove_stages(artifact: Artifact, reference: Reference, *, against: str = ORIGINAL, engine: str | None = None,
-                 tokens: int | None = None) -> dict[str, Any]:  # fmt: skip
+def prove_stages(artifact: Artifact, reference: Reference | Golden, *, against: str = ORIGINAL,
+                 engine: str | None = None, tokens: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Run the stages from `against` on over one text; returns what parity_stages.json holds."""
     stages, absent = chosen(artifact, against, engine)
     if not [stage for stage in stages if stage.name != against]:
         raise RingstepError(f"--against {against}: {artifact.folder} has no stage after it to compare")
+    planned, truth = told(reference) if isinstance(reference, Golden) else asked(artifact, reference, tokens)
+    first = as_stored(truth, artifact.folder)
+    ran = [Ran(ORIGINAL, "reference", False, artifact.spec, first)] if against == ORIGINAL else []
+    ran += [run_stage(artifact, stage, planned.ids) for stage in stages]
+    return compared(ran, truth.source, planned) | {"absent": absent}
+
+
+def asked(artifact: Artifact, reference: Reference, tokens: int | None) -> tuple[Script, Truth]:
+    """What to feed, and what a reference at hand says of it."""
     text = proof_ids(artifact.spec, artifact.folder, tokens or proof_tokens(artifact.spec, "ort"))
     with console.progress("the original's answer and logits"):
         planned = script(reference, text)
-        first = as_stored(reference.truth(planned.ids), artifact.folder)
-    ran = [Ran(ORIGINAL, "reference", False, artifact.spec, first)] if against == ORIGINAL else []
-    ran += [run_stage(artifact, stage, planned.ids) for stage in stages]
-    return compared(ran, reference.source, planned) | {"absent": absent}
+        return planned, reference.truth(planned.ids)
+
+
+def told(golden: Golden) -> tuple[Script, Truth]:
+    """The same of a golden."""
+    return Script(golden.fed, golden.prompt, len(golden.truth.ids) - golden.prompt), golden.truth
 
 
 def compared(ran: Sequence[Ran], original: str, planned: Script) -> dict[str, Any]:
