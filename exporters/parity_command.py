@@ -21,14 +21,16 @@ STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled")  #
 
 
 def stage_options(command: Any) -> Any:
-    """--stages, --against, --layers and --golden."""
+    """--stages, --against, --layers, --golden and --drift."""
     stages = click.option("--stages", is_flag=True, help="All stages of the export side by side.")
     against = click.option("--against", type=click.Choice(STAGES),
                            help="With --stages: hold what comes after this stage against it.")  # fmt: skip
     layers = click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
     golden = click.option("--golden", type=click.Path(path_type=Path),
                           help="Compare with what ringstep reference recorded; needs no original.")  # fmt: skip
-    return stages(against(layers(golden(command))))
+    drift = click.option("--drift", is_flag=True, help="Generate --tokens (default: 300): does it move away from the "
+                         "original as it goes on?")  # fmt: skip
+    return stages(against(layers(golden(drift(command)))))
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,15 @@ class Asked:
     against: str | None = None
     layers: bool = False
     golden: Path | None = None
+    drift: bool = False
 
 
 def run_more(asked: Asked) -> bool | None:
     """What the options ask for beside the proof of one engine: whether it passed; None where they ask for no more."""
+    if asked.drift:
+        if asked.stages or asked.against or asked.layers or asked.prompt or asked.min_db is not None:
+            raise RingstepError("--drift: takes --engine, --tokens, --golden and --positions, and no other of these")
+        return run_drift(asked)
     if asked.stages or asked.against:
         if asked.prompt or asked.min_db is not None:
             raise RingstepError("--stages: takes a text and each stage's own threshold; leave out --prompt, --min-db")
@@ -120,6 +127,28 @@ def run_golden(asked: Asked) -> bool:
         if asked.positions:
             print_positions(report)
     return bool(report["summary"]["passed"])
+
+
+def run_drift(asked: Asked) -> bool:
+    """`--drift`: returns whether no curve falls."""
+    from exporters.opening import Artifact
+    from exporters.prove import open_reference
+    from exporters.prove_drift import prove_drift, save
+    from exporters.show_stages import print_drift
+
+    engine = asked.engine or "ort"
+    reference: Reference | Golden
+    if asked.golden:
+        reference = open_golden(Artifact(asked.artifact, None), asked.golden, asked.tokens)
+    else:
+        reference = open_reference(checkpoint_of(asked.artifact, asked.model))
+    body = prove_drift(asked.artifact, reference, engine, asked.tokens)
+    save(body, asked.artifact)
+    if asked.json_:
+        console.print_json(body)
+    else:
+        print_drift(body, asked.positions)
+    return bool(body["passed"])
 
 
 def open_all(asked: Asked) -> tuple[Artifact, Reference | Golden]:

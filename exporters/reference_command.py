@@ -76,8 +76,10 @@ def reference(model: str, out: Path, prompt_file: Path | None, text: str | None,
         truth = made.answer(ids, answer, checkpoint.eos_ids()) if answer else made.truth(ids)
     golden = Golden(truth, len(ids), facts(checkpoint, made))
     save_golden(golden, out)
-    body: dict[str, Any] = {"file": str(out), "bytes": out.stat().st_size, "tokens": len(truth.logits), "prompt_tokens": len(ids),
-            "answer_ids": truth.ids[len(ids) :], "begins_with": ids[0], **golden.facts}  # fmt: skip
+    body: dict[str, Any] = {
+        "file": str(out), "bytes": out.stat().st_size, "tokens": len(truth.logits), "prompt_tokens": len(ids),
+        "answer_ids": truth.ids[len(ids) :], "begins_with": ids[0], **golden.facts,
+    }  # fmt: skip
     if json_:
         console.print_json(body)
     else:

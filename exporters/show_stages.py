@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ringstep import console
+
+STRETCHES = 10
 
 
 def print_stages(reports: dict[str, dict[str, Any]]) -> None:
@@ -100,3 +104,27 @@ def print_stage_layers(body: dict[str, Any]) -> None:
             cells.setdefault(c["layer"], {})[stage["stage"]] = f"{c['key_db']:.1f} / {c['value_db']:.1f}"
     rows = [[layer, *(own.get(s["stage"], "") for s in stages)] for layer, own in sorted(cells.items())]
     console.table("cache entries, keys / values in dB by layer", ["layer", *(s["stage"] for s in stages)], rows)
+
+
+def print_drift(body: dict[str, Any], positions: bool) -> None:
+    """Both curves of a drift report by stretches of positions, or by position, and the verdict."""
+    curves = {name: dict(zip(body[name]["position"], body[name]["snr_db"], strict=True))
+              for name in ("teacher_forced", "free_running") if "position" in body[name]}  # fmt: skip
+    at = sorted(set().union(*curves.values()))
+    step = 1 if positions else max(1, -(-len(at) // STRETCHES))
+    rows = []
+    for part in (at[i : i + step] for i in range(0, len(at), step)):
+        name = str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+        rows.append([name, *(f"{np.median([c[p] for p in part if p in c]):.1f}" for c in curves.values())])
+    names = [name.replace("_", " ") for name in curves]
+    title = f"logits in dB against {body['reference']}" + ("" if positions else ", medians")
+    console.table(title, ["positions", *names], rows)
+    for name, found in body["trends"].items():
+        slope, fall = found["slope"], found["fall"]
+        console.line(f"{name.replace('_', ' ')}: {slope['db_per_100']:+.1f} dB for each 100 tokens (95 %: "
+                     f"{slope['low']:+.1f} to {slope['high']:+.1f}), largest fall {fall['db']:.1f} dB at position "
+                     f"{fall['position']}")  # fmt: skip
+    free = body["free_running"]
+    console.line(f"the first {free['same']} of {free['tokens']} tokens are the original's [{said(free['verdict'])}]")
+    verdict = "passed, no drift" if body["passed"] else "FAILED, it drifts: " + "; ".join(body["failures"])
+    console.line(f"{body['engine']}: {verdict}" + (" (simulated)" if body["simulated"] else ""))

@@ -136,7 +136,7 @@ def fit(golden: Golden, spec: StepSpec, sha256: str | None) -> None:
     """Raise RingstepError where a golden is not about an artifact: another checkpoint, vocabulary or layers."""
     made_from = golden.facts.get("checkpoint")
     if sha256 and made_from and made_from != sha256:
-        raise RingstepError("made from another checkpoint than the artifact (sha256 differs): make it from the artifact's")
+        raise RingstepError("made from another checkpoint than the artifact (its sha256 differs): make it again")
     vocab = golden.truth.logits.shape[1]
     if vocab != spec.vocab:
         raise RingstepError(f"a vocabulary of {vocab}, the artifact's is {spec.vocab}: make it from its checkpoint")
