@@ -47,7 +47,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Fall:
-    """The largest difference in dB between the medians of all positions before and all from `position` on."""
+    """The difference in dB between the medians of all positions before and all from `position` on."""
 
     db: float
     position: int
@@ -99,18 +99,19 @@ def slope_of(at: NDArray[np.float64], db: NDArray[np.float64]) -> Slope:
 
 
 def fall_of(at: NDArray[np.float64], db: NDArray[np.float64]) -> Fall:
-    """The fall at any block's beginning that is largest beyond its error, of more than one block behind it."""
-    found = []
-    for split in range(BLOCK, len(at) - BLOCK, BLOCK):
-        before, after = db[:split], db[split:]
-        error = float(np.hypot(median_error(before), median_error(after)))
-        found.append(Fall(float(np.median(before) - np.median(after)), int(at[split]), error))
-    return max(found, key=lambda fall: fall.db - ERRORS * fall.error)
+    """The fall at the block's beginning where two levels fit the curve best: by the sum of absolute deviations."""
+    split = min(range(BLOCK, len(at) - BLOCK, BLOCK), key=lambda i: deviation(db[:i]) + deviation(db[i:]))
+    before, after = db[:split], db[split:]
+    error = float(np.hypot(median_error(before), median_error(after)))
+    return Fall(float(np.median(before) - np.median(after)), int(at[split]), error)
+
+
+def deviation(values: NDArray[np.float64]) -> float:
+    """The sum of absolute deviations from the median."""
+    return float(np.abs(values - np.median(values)).sum())
 
 
 def median_error(values: NDArray[np.float64]) -> float:
-    """The standard error of a median: 1.25 sigma / sqrt(n), sigma from the median deviation (normal values)."""
-    from scipy.stats import median_abs_deviation
-
-    sigma = float(median_abs_deviation(values, scale="normal"))
-    return float(np.sqrt(np.pi / 2)) * sigma / float(np.sqrt(len(values)))
+    """The standard error of a median: 1.25 sigma / sqrt(n), sigma from the median deviation, of normal values."""
+    sigma = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    return 1.2533 * sigma / float(np.sqrt(len(values)))
