@@ -25,8 +25,9 @@ from typing import Any
 import pytest
 
 # Without this folder, whose sanitize.py is not the package.
-here = Path(__file__).resolve().parent
-sys.path[:] = [str(here.parent / "tests/parity"), *(p for p in sys.path if Path(p).resolve() != here)]
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/parity"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import planted_faults as planted
 

@@ -11,7 +11,6 @@ from ringstep import console
 if TYPE_CHECKING:
     from exporters.gate import Row
 
-GATE_FAILED = 1
 
 
 def gate(update: bool, only: Sequence[str], json_: bool) -> int:
@@ -51,7 +50,7 @@ def gate(update: bool, only: Sequence[str], json_: bool) -> int:
         console.say(f"written: {BASELINE.name}")
     elif update:
         console.say(f"{BASELINE.name} left as it was: a threshold is missed")
-    return 0 if passed else GATE_FAILED
+    return 0 if passed else console.GATE_FAILED
 
 
 def number(value: float | None) -> str:
