@@ -1,10 +1,10 @@
-# make demo, make test: each makes the environment first and can be repeated.
+# make demo, make test, make parity: each makes the environment first and can be repeated.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
-.PHONY: env demo test lint bench clean
+.PHONY: env demo test lint parity bench clean
 
 env: $(STAMP)
 
@@ -30,6 +30,10 @@ lint: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Tiny models of every recipe through every precision, on ONNX Runtime and the simulator, against the baseline.
+parity: $(STAMP)
+	$(BIN)/ringstep parity
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/export.py
