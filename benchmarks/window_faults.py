@@ -28,13 +28,13 @@ import pytest
 here = Path(__file__).resolve().parent
 sys.path[:] = [str(here.parent / "tests/parity"), *(p for p in sys.path if Path(p).resolve() != here)]
 
-import planted_faults as planted
+import planted_faults as planted  # noqa: E402
 
-from exporters.tiny import CHUNK, CONTEXT, MODELS, tiny_ids, write_tiny
-from ringstep import console
-from ringstep.checkpoint import open_checkpoint
-from ringstep.contract import StepSpec
-from ringstep.errors import RingstepError
+from exporters.tiny import CHUNK, CONTEXT, MODELS, tiny_ids, write_tiny  # noqa: E402
+from ringstep import console  # noqa: E402
+from ringstep.checkpoint import open_checkpoint  # noqa: E402
+from ringstep.contract import StepSpec  # noqa: E402
+from ringstep.errors import RingstepError  # noqa: E402
 
 PRECISIONS = ("fp32", "w8a16", "w4a16")
 MODES = ("fast", "full")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from exporters.gate import Row
 
 GATE_FAILED = 1
+SHOWN = ("weights", "logits", "caches", "windows")
 
 
 def gate(update: bool, only: Sequence[str], json_: bool) -> int:
@@ -40,8 +41,11 @@ def gate(update: bool, only: Sequence[str], json_: bool) -> int:
     else:
         show(rows, seconds)
         if update:
-            cells = [(key, name, number(old), number(new)) for key, name, old, new in changed]
-            console.table("against the baseline", ["row", "", "before", "now"], cells)
+            by_row: dict[str, dict[str, str]] = {}
+            for key, name, old, new in changed:
+                by_row.setdefault(key, {})[name] = f"{number(old) or 'none'} > {number(new) or 'none'}"
+            cells = [(key, *(own.get(name, "") for name in SHOWN)) for key, own in by_row.items()]
+            console.table("changes of the baseline, dB", ["row", *SHOWN], cells)
             if not changed:
                 console.line("nothing changes by 0.05 dB or more")
     if update and passed:
@@ -61,10 +65,9 @@ def number(value: float | None) -> str:
 
 def show(rows: Sequence[Row], seconds: float) -> None:
     """The table, then what failed."""
-    cells = [(row.model, row.precision, row.engine, *(number(row.db.get(name)) for name in
-              ("weights", "logits", "caches", "windows")), f"{row.limit_db:.0f}",
-              "FAILED" if row.failures else "passed") for row in rows]  # fmt: skip
-    columns = ["model", "type", "engine", "weights", "logits", "caches", "windows", "least", ""]
+    cells = [(row.model, row.precision, row.engine, *(number(row.db.get(name)) for name in SHOWN),
+              f"{row.limit_db:.0f}", "FAILED" if row.failures else "passed") for row in rows]  # fmt: skip
+    columns = ["model", "type", "engine", *SHOWN, "least", ""]
     console.table("tiny models, dB (qnn-sim: simulated)", columns, cells)
     failed = [row for row in rows if row.failures]
     for row in failed:

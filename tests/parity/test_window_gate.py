@@ -115,9 +115,10 @@ def test_clean_layouts(layout: str, models: Callable[[str], Path]) -> None:
     assert failures(made(folder, layout={"*": layout}), truth_of(folder), "full") == []
 
 
-@pytest.mark.parametrize("mode", ["fast", "full"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "fast") for name in WINDOWED), ("gemma3", "full"), ("spark2_5", "full")]
+)
 @pytest.mark.parametrize("fault", planted.HOST)
-@pytest.mark.parametrize("name", WINDOWED)
 def test_faults_of_the_host(name: str, fault: str, mode: Mode, models: Callable[[str], Path]) -> None:
     folder = models(name)
     session, truth = made(folder), truth_of(folder)
