@@ -25,16 +25,17 @@ from typing import Any
 import pytest
 
 # Without this folder, whose sanitize.py is not the package.
-here = Path(__file__).resolve().parent
-sys.path[:] = [str(here.parent / "tests/parity"), *(p for p in sys.path if Path(p).resolve() != here)]
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/parity"))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-import planted_faults as planted  # noqa: E402
+import planted_faults as planted
 
-from exporters.tiny import CHUNK, CONTEXT, MODELS, tiny_ids, write_tiny  # noqa: E402
-from ringstep import console  # noqa: E402
-from ringstep.checkpoint import open_checkpoint  # noqa: E402
-from ringstep.contract import StepSpec  # noqa: E402
-from ringstep.errors import RingstepError  # noqa: E402
+from exporters.tiny import CHUNK, CONTEXT, MODELS, tiny_ids, write_tiny
+from ringstep import console
+from ringstep.checkpoint import open_checkpoint
+from ringstep.contract import StepSpec
+from ringstep.errors import RingstepError
 
 PRECISIONS = ("fp32", "w8a16", "w4a16")
 MODES = ("fast", "full")

@@ -105,12 +105,16 @@ def proof_tokens(spec: StepSpec, engine: str) -> int:
     return min(spec.context, count)
 
 
+def shipped_text() -> str:
+    """The text that comes with ringstep."""
+    return (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
+
+
 def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
     """`count` ids: of the shipped text where there is a tokenizer, else seeded random ones."""
     first = spec.prefix.ids if spec.prefix else ()
     try:
-        text = (Path(metrics.__file__).parent / "text.txt").read_text(encoding="utf-8")
-        ids = Text(folder).encode(text)
+        ids = Text(folder).encode(shipped_text())
         if ids and max(ids) < spec.vocab:
             return [*first, *(ids * (count // len(ids) + 1))][:count]
     except RingstepError:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringstep.contract import StepSpec
-from ringstep.parity.metrics import Verdict, agreement, kl_nats, snr_db, top_overlap
+from ringstep.parity.metrics import Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
 from ringstep.parity.thresholds import thresholds_for
 from ringstep.session import DecodeSession
 
@@ -32,7 +32,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Position:
-    """One position's agreement; snr in dB, kl in nats, top5 as a share."""
+    """One position's agreement; snr in dB, kl in nats, top5 as a share, max_rel as a share of the largest logit."""
 
     position: int
     token: int
@@ -40,6 +40,7 @@ class Position:
     top1: Verdict
     top5: float
     kl: float
+    max_rel: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Report:
             "ambiguous": verdicts.count("ambiguous"), "different": verdicts.count("different"),
             "top5": float(np.mean([p.top5 for p in self.positions])),
             "kl": {"mean": float(np.mean([p.kl for p in self.positions])), "max": max(p.kl for p in self.positions)},
+            "max_rel": max(p.max_rel for p in self.positions),
             "caches_db": {"min": min(entries), "median": float(np.median(entries))} if entries else None,
             "threshold_db": self.threshold_db, "passed": not self.failures, "failures": self.failures,
         }  # fmt: skip
@@ -146,7 +148,7 @@ def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.nda
             continue
         report.positions.append(
             Position(position, truth.ids[position], snr_db(want, have), agreement(want, have),
-                     top_overlap(want, have), kl_nats(want, have))
+                     top_overlap(want, have), kl_nats(want, have), max_rel(want, have))
         )  # fmt: skip
     report.caches = [compare_cache(session, layer, truth.caches[layer]) for layer in range(len(truth.caches))]
 

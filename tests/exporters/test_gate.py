@@ -103,7 +103,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Row]:
 def test_the_command(faked: list[Row], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("parity") == 1 and "not in the baseline" in capsys.readouterr().out.replace("\n", " ")
     assert run("parity", "--update-baseline") == 0
-    assert "none > 60.0" in capsys.readouterr().out
+    assert "60.0 new" in capsys.readouterr().out
     assert run("parity") == 0 and capsys.readouterr().out
     faked[0].db["weights"] = 28.5
     assert run("parity", "--json") == 1
