@@ -64,7 +64,7 @@ def run_gate(models: Sequence[str] = GATED, workers: int = 2, simulate: bool | N
     """Export and measure each model; `simulate` None: where the simulator is installed."""
     for name in models:
         if name not in MODELS:
-            raise RingstepError(f"--only {name!r}: no tiny model{did_you_mean(name, MODELS)}; {'; '.join(MODELS)}")
+            raise RingstepError(f"--only {name!r}: no tiny model{did_you_mean(name, MODELS)}; {', '.join(MODELS)}")
     if simulate is None:
         simulate = has_simulator()
     with tempfile.TemporaryDirectory(prefix="ringstep-gate-") as folder:
@@ -103,7 +103,7 @@ def _start(folder: str) -> None:
 
 def measure(name: str, folder: Path, simulate: bool) -> list[Row]:
     """All rows of one model. What ringstep refuses becomes a row that fails."""
-    home = folder / name.replace(" ", "-").replace(",", "")
+    home = folder / name
     model, rows = write_tiny(home / "model", name), []
     wanted = [("fp32", "onnx", "fp32"), *[("fp16", "qnn", "fp16")] * simulate]
     # One folder for all schemes: they share what was traced.

@@ -26,20 +26,20 @@ SPARK = {**SIZES, "model_type": "spark2_5", "hidden_act": "gelu", "num_hidden_la
          "headwise_attn_output_gate": True, "max_position_embeddings": 128}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "model_type": "llama"},
-    "llama, llama3 rotary": {**SIZES, "model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": False},
-    "mistral, window 8": {**SIZES, "model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 3},
+    "llama-llama3": {**SIZES, "model_type": "llama", "rope_parameters": LLAMA3, "tie_word_embeddings": False},
+    "mistral-w8": {**SIZES, "model_type": "mistral", "sliding_window": 8, "num_key_value_heads": 3},
     "qwen3": {**SIZES, "model_type": "qwen3"},
-    "qwen3, window 12": {**SIZES, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12,
+    "qwen3-w12": {**SIZES, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 12,
                          "max_window_layers": 1, "tie_word_embeddings": False},
     "gemma3": {**SIZES, "model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2,
                "query_pre_attn_scalar": 16, "rope_parameters": TWO_ROPES},
-    "gemma3, window 5": {**SIZES, "model_type": "gemma3_text", "sliding_window": 5, "sliding_window_pattern": 3,
+    "gemma3-w5": {**SIZES, "model_type": "gemma3_text", "sliding_window": 5, "sliding_window_pattern": 3,
                          "query_pre_attn_scalar": 24, "num_key_value_heads": 1, "rope_parameters": TWO_ROPES},
     "spark2_5": {**SPARK, "sliding_window": 16},
-    "spark2_5, silu gate": {**SPARK, "sliding_window": 8, "gate_attn_act_mode": "silu", "num_key_value_heads": 3},
-    "spark2_5, no gate": {**SPARK, "sliding_window": 9, "headwise_attn_output_gate": False},
+    "spark2_5-silu": {**SPARK, "sliding_window": 8, "gate_attn_act_mode": "silu", "num_key_value_heads": 3},
+    "spark2_5-ungated": {**SPARK, "sliding_window": 9, "headwise_attn_output_gate": False},
 }  # fmt: skip
-GATED = ("llama", "qwen3, window 12", "gemma3", "spark2_5")  # one a recipe
+GATED = ("llama", "qwen3-w12", "gemma3", "spark2_5")  # one a recipe
 
 
 def write_tiny(folder: Path, name: str) -> Path:

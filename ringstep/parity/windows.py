@@ -84,13 +84,14 @@ def windowed_feedings(spec: StepSpec, kind: str, window: int, mode: Mode) -> Ite
     wrap, largest = max(1, window - 1), sizes[-1]
     feeding = lambda case, lead, *calls: Feeding(kind, case, lead, calls)
     yield feeding("edge", max(0, window - 2), *[1] * (window + 2 - max(0, window - 2)))
-    for k in range(2, (WRAPS if mode == "full" else 2) + 1):
-        yield feeding(f"wrap {k}", k * wrap - 1, 1, 1, 1)
+    yield feeding("wrap 2", 2 * wrap - 1, 1, 1, 1)
+    if largest > 1:
+        yield feeding("straddle", max(0, window - (largest + 1) // 2), largest, 1)
+    yield feeding("larger", 1, window + 1, 1)
     if mode == "fast":
-        if largest > 1:
-            yield feeding("straddle", max(0, window - (largest + 1) // 2), largest, 1)
-        yield feeding("larger", 1, window + 1, 1)
         return
+    for k in range(3, WRAPS + 1):
+        yield feeding(f"wrap {k}", k * wrap - 1, 1, 1, 1)
     yield feeding("alone", 0, *[1] * min(spec.context, WRAPS * wrap + 2))
     for n in (n for n in sizes if n > 1):
         # The new tokens of a chunk begin to push entries out at each of these positions.
