@@ -1,7 +1,13 @@
-"""Small files read without trusting them: a folder that came from elsewhere may hold a pipe or a link to a device."""
+"""Small files, written whole or not at all, and read without trusting them.
+
+A folder that came from elsewhere may hold a pipe or a link to a device.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import stat
 from pathlib import Path
 
@@ -36,3 +42,23 @@ def read_text(path: Path) -> str:
         return read_small(path).decode("utf-8")
     except UnicodeDecodeError:
         raise RingstepError(f"{path} is not UTF-8 text; fetch it again") from None
+
+
+def write_json(path: Path, body: object) -> None:
+    """Write plain values as JSON, all or nothing; numbers that JSON does not know as null. Raises RingstepError."""
+    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(_finite(body), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RingstepError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

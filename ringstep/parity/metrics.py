@@ -25,6 +25,14 @@ def snr_db(reference: Floats, other: Floats) -> float:
     return 10.0 * float(np.log10(max(signal, np.finfo(float).tiny) / noise))
 
 
+def max_rel(reference: Floats, other: Floats) -> float:
+    """The largest error of any entry as a share of the reference's largest entry; infinite where not finite."""
+    r, o = np.asarray(reference, np.float64), np.asarray(other, np.float64)
+    if not np.isfinite(o).all():
+        return float("inf")
+    return float(np.abs(r - o).max() / max(float(np.abs(r).max()), np.finfo(float).tiny))
+
+
 def top_overlap(reference: Floats, other: Floats, k: int = 5) -> float:
     """The share of the reference's k largest entries that are among the other's k largest, 0 to 1."""
     k = min(k, reference.shape[-1])

@@ -1,11 +1,11 @@
-"""The reference: Hugging Face transformers in float32, eager attention, on the checkpoint's own tensors."""
+"""The reference: Hugging Face transformers in float32 or float64, eager attention, on the checkpoint's own tensors."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,15 +23,15 @@ def has_reference(checkpoint: Checkpoint) -> bool:
 
 
 class TransformersReference:
-    """The model in transformers; holds all weights in float32."""
+    """The model in transformers; holds all weights in `dtype`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: Literal["float32", "float64"] = "float32") -> None:
         import torch
         import transformers
         from transformers.initialization import no_init_weights
 
         transformers.logging.set_verbosity_error()
-        self.source = f"transformers {version('transformers')}, float32, eager"
+        self.source = f"transformers {version('transformers')}, {dtype}, eager"
         kind = checkpoint.config["model_type"]
         unused = ("model_type", "architectures", "dtype", "torch_dtype")
         fields = {key: value for key, value in checkpoint.config.items() if key not in unused}
@@ -40,7 +40,7 @@ class TransformersReference:
             with warnings.catch_warnings(), no_init_weights():
                 warnings.simplefilter("ignore")
                 self.model: Any = transformers.AutoModelForCausalLM.from_config(
-                    config, attn_implementation="eager", dtype=torch.float32
+                    config, attn_implementation="eager", dtype=getattr(torch, dtype)
                 )
         except Exception as error:  # fields that change nothing here may still be of a type it refuses
             reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -63,7 +63,7 @@ class TransformersReference:
         import torch
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self.model.config)
+        cache = DynamicCache()  # told of the config it would forget what windows leave behind
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # 5.24 renames past_key_values, 5.20 knows no other name
             out = self.model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from export_runs import SPARK, run
-from planted_faults import FAULTS, Plant, norm_eps, plant, wrong_weights
+from graph_faults import FAULTS, Plant, norm_eps, plant, wrong_weights
 
 from exporters.bisect import Bisection
 from exporters.line import Job, Line
