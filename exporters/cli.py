@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from exporters.bisect_command import bisect
 from exporters.options import calibration_options, size_options
 from exporters.parity_command import parity
 from exporters.quantize_command import quantize, schemes
@@ -173,6 +174,7 @@ def inspect(artifact: Path, json_: bool) -> int:
 cli.add_command(parity)
 cli.add_command(reference)
 cli.add_command(report)
+cli.add_command(bisect)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)

@@ -46,7 +46,9 @@ def answer(golden: Golden, run: Truth, folder: Path) -> dict[str, Any] | None:
     if found is None:
         return None
     same = found["same"]
-    ids = want[:same] + [int(run.logits[golden.prompt - 1 + same].argmax())] * (same < len(want))
+    ids = want[:same]
+    if same < len(want):
+        ids = [*ids, int(run.logits[golden.prompt - 1 + same].argmax())]
     try:
         text = Text(folder)
         said = {"prompt": text.decode(golden.truth.ids[: golden.prompt])[:200], "reference_text": text.decode(want),

@@ -1,4 +1,4 @@
-// node look.mjs PAGE.html FOLDER: opens the page in Chromium at each width in light and dark, as a phone and as a desk, and
+// node look.mjs PAGE.html FOLDER 360-dark ...: opens the page in Chromium at each of these widths and colour schemes, and
 // prints one JSON object of what it saw. Screenshots land in FOLDER.
 import chromium from "@sparticuz/chromium";
 import fs from "node:fs";
@@ -6,15 +6,16 @@ import path from "node:path";
 import puppeteer from "puppeteer-core";
 import { pathToFileURL } from "node:url";
 
-const [page_file, folder] = process.argv.slice(2);
+const [page_file, folder, ...wanted] = process.argv.slice(2);
 const name = path.basename(page_file, ".html");
 fs.mkdirSync(folder, { recursive: true });
 
 const browser = await open();
 const views = [];
 try {
-  for (const width of [360, 1200]) {
-    for (const scheme of ["light", "dark"]) views.push(await look(width, scheme));
+  for (const view of wanted) {
+    const [width, scheme] = view.split("-");
+    views.push(await look(Number(width), scheme));
   }
 } finally {
   await browser.close();

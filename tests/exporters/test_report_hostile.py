@@ -139,3 +139,13 @@ def test_links_out_of_the_folder_show_no_other_file(tmp_path: Path) -> None:
     assert run("report", folder, "-q") == 0
     page = read_page(folder / "report.html")
     assert "opensesame" not in page.text and "leads out of the folder" in page.text
+
+
+def test_json_inside_a_page_cannot_end_its_element() -> None:
+    from exporters.report_html.page import script_json
+
+    value = {EVIL: ["</SCRIPT>", "<!--", "]]>", "\u2028\u2029", "&lt;", "\ud800"]}
+    found = script_json(value)
+    assert not set(found) & set("<>&\u2028\u2029") and json.loads(found) == value and found.isascii()
+    with pytest.raises(ValueError):
+        script_json([float("nan")])
