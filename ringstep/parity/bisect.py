@@ -8,6 +8,7 @@ own inputs. A residual stream carries an early fault to the end, so only the loc
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -107,9 +108,11 @@ class Finding:
 
 def label(node: str, fused_with: str) -> str:
     """A node and its neighbours in short: /layers.0/mlp/Sigmoid + gate_proj/Gemm, Mul."""
-    scope = node.rpartition("/")[0] + "/"
-    others = ", ".join(name.removeprefix(scope) for name in fused_with.split(", "))
-    return f"{node} + {others}" if fused_with else node
+    if not fused_with:
+        return node
+    names = fused_with.split(", ")
+    shared = os.path.commonpath([node, *names]) + "/"
+    return f"{node} + {', '.join(name.removeprefix(shared) for name in names)}"
 
 
 def rows_db(reference: Floats, other: Floats) -> float:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from export_runs import SPARK, run
-from graph_faults import FAULTS, Plant, norm_eps, plant, wrong_weights
+from export_runs import GEMMA, LLAMA, SPARK, run, write_checkpoint
+from graph_faults import FAULTS, Plant, flipped_rotary, norm_eps, plant, wrong_weights
 
-from exporters.bisect import Bisection
+from exporters.bisect import Bisection, bisect
 from exporters.line import Job, Line
 from exporters.prove import open_reference
 from ringstep import console
@@ -120,3 +120,25 @@ def test_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     body = json.loads(capsys.readouterr().out)
     assert (body["first"]["layer"], body["first"]["node"]) == (4, "/layers.4/attn/q_proj/Gemm")
     assert body["first"]["stage"] == "sanitised"
+
+
+@pytest.mark.parametrize(("config", "options"), [
+    (LLAMA, {"activations": "accurate"}), (LLAMA, {"layout": {"*": "join"}}), (LLAMA, {"embedding": "inside"}),
+    (LLAMA, {"precision": "fp16"}), (GEMMA, {}), (GEMMA, {"embedding": "inside", "layout": {"sliding": "roll"}}),
+    (GEMMA, {"precision": "fp16"}),
+], ids=["accurate", "join", "table inside", "fp16", "gemma", "gemma rolled", "gemma fp16"])  # fmt: skip
+def test_clean_models_of_other_recipes(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
+    model, out = write_checkpoint(tmp_path / "model", config), tmp_path / "out"
+    job: dict[str, Any] = {"format": "onnx", "context": 32, "chunk": 4, "parity": False, **options}
+    Line(Job(model=str(model), out=out, **job)).run()
+    body = bisect(out, open_checkpoint(str(model)), "ort")
+    assert body["first"]["kind"] == "loss", body["verdict"]
+    assert body["reference"].startswith("transformers")
+    # The recipe's blocks are transformers' own.
+    same = 60 if "precision" in options else 100
+    assert min(row["recipe_db"] for row in body["depth"] if row["layer"] is not None) > same
+    if "precision" not in options:
+        assert min(row["local_db"] for row in body["depth"]) > (70 if "activations" in options else 100)
+    plant(out / "onnx" / "decode.onnx", flipped_rotary, 1)
+    body = bisect(out, open_checkpoint(str(model)), "ort")
+    assert (body["first"]["kind"], body["first"]["node"]) == ("fault", "/layers.1/attn/Sub"), body["verdict"]

@@ -107,4 +107,5 @@ def test_values_that_give_away() -> None:
 def test_labels() -> None:
     assert label("/layers.0/mlp/Sigmoid", "/layers.0/mlp/gate_proj/Gemm, /layers.0/mlp/Mul") == (
         "/layers.0/mlp/Sigmoid + gate_proj/Gemm, Mul")  # fmt: skip
+    assert label("/layers.0/mlp/down_proj/Gemm", "/layers.0/mlp/Mul_4") == "/layers.0/mlp/down_proj/Gemm + Mul_4"
     assert label("/layers.0/Add", "") == "/layers.0/Add"
