@@ -35,7 +35,7 @@ from exporters.prove import open_reference
 from quantize import fake
 from quantize.corpus import held_out
 from quantize.grid import Grid
-from quantize.scheme import Scheme, grid_for
+from quantize.scheme import Auto, Scheme, grid_for, raised
 from quantize.scheme_file import load_scheme, to_toml
 from quantize.sizes import HTP, as_json, sizes
 from quantize.store import INDEX, load_index, weight_at
@@ -49,7 +49,7 @@ from ringstep.text import Text
 OUT = BUILD / "bench" / "quantize"
 BASELINE = ROOT / "artifacts" / "baselines" / "quantize.json"
 TOKENS, CONTEXT, CHUNK, DEVICE = 512, 640, 128, "galaxy-s25"
-PRESETS = ("w8a16", "w4a16", "w4a16-block", "w4a16-mixed")
+PRESETS = ("w8a16", "w4a16", "w4a16-block", "w4a16-mixed", "w4-block32-auto-24")
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,19 @@ PLAIN: dict[str, Any] = {"sequential": False, "rotate": "none", "rescale": "none
 ROWS = (
     Row("w8-nearest", "w8a16", {"rounding": "nearest"}, PLAIN),
     Row("w8-gptq", "w8a16", {"rounding": "gptq"}, PLAIN),
-    Row("w8-gptq-rotated", "w8a16", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w8a16", "w8a16", {}, {}),
     Row("w4-nearest", "w4a16", {"rounding": "nearest"}, PLAIN),
     Row("w4-clip", "w4a16", {"rounding": "clip"}, PLAIN),
     Row("w4-gptq", "w4a16", {"rounding": "gptq"}, PLAIN),
     Row("w4-gptq-rotated", "w4a16", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16", "w4a16", {}, {}),
-    Row("w4-block64-gptq", "w4a16-block", {"rounding": "gptq", "block": 64}, PLAIN),
     Row("w4-block32-nearest", "w4a16-block", {"rounding": "nearest"}, PLAIN),
     Row("w4-block32-clip", "w4a16-block", {"rounding": "clip"}, PLAIN),
     Row("w4-block32-gptq", "w4a16-block", {"rounding": "gptq"}, PLAIN),
-    Row("w4-block32-gptq-rotated", "w4a16-block", {"rounding": "gptq"}, PLAIN | {"rotate": "hadamard"}),
     Row("w4a16-block", "w4a16-block", {}, {}),
     Row("w4a16-mixed", "w4a16-mixed", {}, {}),
+    Row("auto", "auto", {}, {}),
+    Row("w4-block32-auto-24", "w4a16-block", {}, {"auto": Auto(target_db=24.0, steps=("4 -> 8",))}),
 )
 
 
@@ -183,7 +182,12 @@ def measure(rows: tuple[Row, ...], simulate: bool) -> Iterator[dict[str, Any]]:
             del reference
         entries = quantised.calibration.entries
         body: dict[str, Any] = {"row": row.name, **cost}
-        found = as_json(sizes(line.plan, lambda path, s=line.scheme: grid_for(s, path), HTP, shared_head=True))
+        scheme = line.scheme
+        if scheme.auto is not None:
+            chosen = json.loads((out / "quantize" / "auto.json").read_text())["raised"]
+            scheme = raised(scheme, [each["path"] for each in chosen], scheme.auto.promotions()[0][1])
+            body["raised"] = len(chosen)
+        found = as_json(sizes(line.plan, lambda path, s=scheme: grid_for(s, path), HTP, shared_head=True))
         body["sizes"] = {k: found[k] for k in found if k != "parameters"}
         table = open_table(out, StepSpec.load(out))
         assert table is not None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from exporters.bisect_command import bisect
 from exporters.options import calibration_options, size_options
-from exporters.parity_command import stage_options
+from exporters.parity_command import parity
 from exporters.quantize_command import quantize, schemes
 from exporters.reference_command import reference
-from exporters.show import finish, print_positions, print_reports, show_manifest
+from exporters.report_command import report
+from exporters.show import finish, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common
@@ -21,7 +22,6 @@ from sanitize.command import sanitize
 from sanitize.lint_command import lint
 from sanitize.ops.command import ops
 
-GATE_FAILED = 1
 LAYOUTS = ("ring", "roll", "append", "join")
 
 engine_option = click.option(
@@ -49,13 +49,6 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
         if layout not in LAYOUTS:
             raise click.BadParameter(f"{layout!r} is none of auto, {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}")
     return pairs
-
-
-def parse_finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """A number that can be compared: with nan every comparison would pass."""
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number")
-    return value
 
 
 @cli.command(short_help="Export MODEL for a device and prove the result.")
@@ -103,52 +96,7 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
     manifest = line.run()
     body = show_manifest(manifest) | {"redone": line.redone}
     finish(body, json_)
-    return 0 if body["passed"] is not False else GATE_FAILED
-
-
-@cli.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]),
-              help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
-              "--stages runs both unless told ort.")  # fmt: skip
-@click.option("--model", help="The original, when it is no longer where the export found it.")
-@click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
-@click.option("--prompt", help="Let the engine answer this and compare the answers.")
-@click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
-@click.option("--positions", is_flag=True, help="Show every position and every cache.")
-@stage_options
-@as_json
-@common
-def parity(artifact: Path, engine: str | None, model: str | None, tokens: int | None, prompt: str | None,
-           min_db: float | None, positions: bool, json_: bool, **more: Any) -> int:  # fmt: skip
-    """Compare ARTIFACT with the original: SNR, tokens, caches. Leaves with 1 when it fails.
-
-    With --stages ARTIFACT may be a folder of artifacts.
-    """
-    from exporters.parity_command import Asked, checkpoint_of, run_more
-    from exporters.prove import prove
-    from ringstep.contract import StepSpec
-    from ringstep.text import Text
-
-    passed = run_more(Asked(artifact, engine, model, tokens, prompt, min_db, positions, json_, **more))
-    if passed is not None:
-        return 0 if passed else GATE_FAILED
-    spec = StepSpec.load(artifact)
-    if tokens and prompt:
-        raise RingstepError("--tokens and --prompt: a proof takes one of them")
-    if prompt and Text(artifact).template is None:
-        raise RingstepError(f"--prompt: {artifact} has no chat template; leave it out to compare a text")
-    if tokens and tokens > spec.context:
-        raise RingstepError(f"--tokens {tokens}: must lie in 1..{spec.context}, the artifact's context")
-    checkpoint = checkpoint_of(artifact, model)
-    reports = prove(artifact, checkpoint, {engine or "ort": prompt}, tokens=tokens, threshold_db=min_db)
-    if json_:
-        console.print_json(reports)
-    else:
-        print_reports(reports)
-        if positions:
-            print_positions(reports[0])
-    return 0 if all(r["summary"]["passed"] for r in reports) else GATE_FAILED
+    return 0 if body["passed"] is not False else console.GATE_FAILED
 
 
 @cli.command()
@@ -223,7 +171,10 @@ def inspect(artifact: Path, json_: bool) -> int:
     return 0
 
 
+cli.add_command(parity)
 cli.add_command(reference)
+cli.add_command(report)
+cli.add_command(bisect)
 cli.add_command(quantize)
 cli.add_command(schemes)
 cli.add_command(sanitize)

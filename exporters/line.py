@@ -384,7 +384,9 @@ class Line:
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
         return self.stage("parity", proved, {"prompt": self.job.prompt}, versions(
-            "ringstep/parity", "ringstep/session.py", "ringstep/slots.py", "ringstep/engines", "exporters/prove.py",
+            "ringstep/parity", "ringstep/parity/thresholds.toml", "ringstep/session.py", "ringstep/slots.py",
+            "ringstep/engines", "exporters/prove.py", "exporters/window_gate.py", "exporters/own_weights.py",
+            "exporters/whole_text.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
 
 

@@ -1,195 +1,110 @@
-"""What `ringstep parity` does beside proving one engine: all stages, folders of artifacts, goldens, drift."""
+"""`ringstep parity`: an artifact against the original, by one engine, by all stages, over long texts; or the gate."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from exporters.show import print_positions, print_reports
 from ringstep import console
 from ringstep.errors import RingstepError
-
-if TYPE_CHECKING:
-    from exporters.opening import Artifact
-    from exporters.prove import Reference
-    from ringstep.checkpoint import Checkpoint
-    from ringstep.parity.golden import Golden
+from ringstep.options import as_json, common
 
 STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled")  # opening.NAMES, without its imports
+GATE_OPTIONS = ("artifact", "update_baseline", "only", "json_", "quiet", "verbose")
 
 
-def stage_options(command: Any) -> Any:
-    """--stages, --against, --layers, --golden and --drift."""
-    stages = click.option("--stages", is_flag=True, help="All stages of the export side by side.")
-    against = click.option("--against", type=click.Choice(STAGES),
-                           help="With --stages: hold what comes after this stage against it.")  # fmt: skip
-    layers = click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
-    golden = click.option("--golden", type=click.Path(path_type=Path),
-                          help="Compare with what ringstep reference recorded; needs no original.")  # fmt: skip
-    drift = click.option("--drift", is_flag=True, help="Generate --tokens (default: 300): does it move away from the "
-                         "original as it goes on?")  # fmt: skip
-    return stages(against(layers(golden(drift(command)))))
+def parse_finite(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """A number that can be compared: with nan every comparison would pass."""
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number")
+    return value
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The options of the command."""
+@click.command(short_help="Compare ARTIFACT with the original; without it, run the gate.")
+@click.argument("artifact", type=click.Path(path_type=Path), required=False)
+@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]),
+              help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
+              "--stages runs both unless told ort.")  # fmt: skip
+@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--golden", type=click.Path(path_type=Path),
+              help="Compare with what ringstep reference recorded; needs no original.")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
+@click.option("--prompt", help="Let the engine answer this and compare the answers.")
+@click.option("--min-db", type=float, callback=parse_finite, help="Fail below this logits SNR. Default: by precision.")
+@click.option("--windows", type=click.Choice(["off", "fast", "full"]), help="How much of the window gate to run. "
+              "Default: fast, off on the simulator.")  # fmt: skip
+@click.option("--stages", is_flag=True, help="All stages of the export side by side; ARTIFACT may be a folder of them.")
+@click.option("--against", type=click.Choice(STAGES), help="With --stages: hold what follows this stage against it.")
+@click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
+@click.option("--drift", is_flag=True, help="Generate --tokens (default: 300): does it leave the original in time?")
+@click.option("--positions", is_flag=True, help="Show every position and every cache.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
+@click.option("--update-baseline", is_flag=True, help="Of the gate: show what has changed, then write its baseline.")
+@click.option("--only", multiple=True, metavar="NAME", help="Of the gate: this tiny model (can be repeated).")
+@as_json
+@common
+@click.pass_context
+def parity(context: click.Context, artifact: Path | None, html: Path | None, windows: Any, update_baseline: bool,
+           only: tuple[str, ...], **options: Any) -> int:  # fmt: skip
+    """Compare ARTIFACT with the original: SNR, tokens, caches, windows. Leaves with 1 when it fails.
 
-    artifact: Path
-    engine: str | None
-    model: str | None
-    tokens: int | None
-    prompt: str | None
-    min_db: float | None
-    positions: bool
-    json_: bool
-    stages: bool = False
-    against: str | None = None
-    layers: bool = False
-    golden: Path | None = None
-    drift: bool = False
+    Without ARTIFACT it is the gate: tiny models of every recipe through precisions and engines, against thresholds
+    and the baseline in artifacts/baselines/parity.json.
+    """
+    if artifact is None:
+        from exporters.gate_command import gate
 
+        default = click.core.ParameterSource.DEFAULT
+        for name in context.params:
+            if name not in GATE_OPTIONS and context.get_parameter_source(name) is not default:
+                raise RingstepError(f"--{name.replace('_', '-')}: is about an artifact; name its folder")
+        return gate(update_baseline, only, options["json_"])
+    if update_baseline or only:
+        raise RingstepError("--update-baseline and --only are about the gate; leave the artifact out")
+    from exporters.parity_runs import Asked, golden_reports, run_more
 
-def run_more(asked: Asked) -> bool | None:
-    """What the options ask for beside the proof of one engine: whether it passed; None where they ask for no more."""
-    if asked.drift:
-        if asked.stages or asked.against or asked.layers or asked.prompt or asked.min_db is not None:
-            raise RingstepError("--drift: takes --engine, --tokens, --golden and --positions, and no other of these")
-        return run_drift(asked)
-    if asked.stages or asked.against:
-        if asked.prompt or asked.min_db is not None:
-            raise RingstepError("--stages: takes a text and each stage's own threshold; leave out --prompt, --min-db")
-        return run_stages(asked)
-    if asked.layers:
-        raise RingstepError("--layers: goes with --stages; --positions shows one engine's caches")
-    return run_golden(asked) if asked.golden else None
+    asked = Asked(artifact, **options)
+    alone = {"--html": html, "--windows": windows}
+    if (asked.stages or asked.against or asked.drift) and (given := [name for name, value in alone.items() if value]):
+        raise RingstepError(f"{given[0]}: goes with the proof of one engine; ringstep report shows stages and drift")
+    passed = run_more(asked)
+    if passed is not None:
+        return 0 if passed else console.GATE_FAILED
+    if asked.golden and windows:
+        raise RingstepError("--windows: needs the original, which a golden stands in for; leave one of them out")
+    reports = golden_reports(asked) if asked.golden else engine_reports(asked, windows)
+    if html:
+        from exporters.report_html.page import parity_report, write
 
-
-def checkpoint_of(folder: Path, model: str | None) -> Checkpoint:
-    """The checkpoint an artifact was made from. Raises RingstepError where it is not there, or is another one."""
-    from ringstep.checkpoint import open_checkpoint
-    from ringstep.manifest import manifest_of
-
-    manifest = manifest_of(folder)
-    try:
-        checkpoint = open_checkpoint(model or manifest.model)
-    except RingstepError as error:
-        hint = "" if model else f"; {folder} was made from it: say where it is now with --model"
-        raise RingstepError(f"{error}{hint}") from None
-    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(
-            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
-        )
-    return checkpoint
-
-
-def check_tokens(artifact: Artifact, tokens: int | None) -> None:
-    """Raises RingstepError for a text that the context does not hold."""
-    context = artifact.spec.context
-    if tokens and tokens > context:
-        raise RingstepError(f"--tokens {tokens}: must lie in 1..{context}, the context of {artifact.folder}")
-
-
-def open_golden(artifact: Artifact, path: Path, tokens: int | None) -> Golden:
-    """A golden that fits the artifact, no longer than its context or `tokens`. Raises RingstepError."""
-    from ringstep.parity.golden import fit, load_golden, shortened
-
-    golden = load_golden(path)
-    try:
-        fit(golden, artifact.spec, artifact.manifest.checkpoint.get("sha256"))
-    except RingstepError as error:
-        raise RingstepError(f"{path}: {error}") from None
-    context = artifact.spec.context
-    if tokens is None and len(golden.fed) > context:
-        console.warn(f"{path} has {len(golden.fed)} tokens, the context holds {context}: only those are compared")
-    return shortened(golden, min(tokens or context, context))
-
-
-def run_golden(asked: Asked) -> bool:
-    """`--golden`: one engine held against a golden; returns whether it passed."""
-    from exporters.opening import Artifact
-    from exporters.prove_golden import prove_golden
-    from exporters.show import print_positions, print_reports
-
-    assert asked.golden is not None
-    if asked.prompt:
-        raise RingstepError("--prompt: a golden has its own text; leave it out")
-    with Artifact(asked.artifact, None) as artifact:
-        check_tokens(artifact, asked.tokens)
-        golden = open_golden(artifact, asked.golden, asked.tokens)
-        report = prove_golden(artifact, golden, asked.engine or "ort", asked.tokens, asked.min_db)
+        write(html, parity_report(artifact, reports))
+        console.say(f"{html} written")
     if asked.json_:
-        console.print_json([report])
+        console.print_json(reports)
     else:
-        print_reports([report])
+        print_reports(reports)
         if asked.positions:
-            print_positions(report)
-    return bool(report["summary"]["passed"])
+            print_positions(reports[0])
+    return 0 if all(r["summary"]["passed"] for r in reports) else console.GATE_FAILED
 
 
-def run_drift(asked: Asked) -> bool:
-    """`--drift`: returns whether no curve falls."""
-    from exporters.opening import Artifact
-    from exporters.prove import open_reference
-    from exporters.prove_drift import prove_drift, save
-    from exporters.show_stages import print_drift
+def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
+    """One engine held against the original."""
+    from exporters.parity_runs import checkpoint_of
+    from exporters.prove import prove
+    from ringstep.contract import StepSpec
+    from ringstep.text import Text
 
-    engine = asked.engine or "ort"
-    reference: Reference | Golden
-    if asked.golden:
-        reference = open_golden(Artifact(asked.artifact, None), asked.golden, asked.tokens)
-    else:
-        reference = open_reference(checkpoint_of(asked.artifact, asked.model))
-    body = prove_drift(asked.artifact, reference, engine, asked.tokens)
-    save(body, asked.artifact)
-    if asked.json_:
-        console.print_json(body)
-    else:
-        print_drift(body, asked.positions)
-    return bool(body["passed"])
-
-
-def open_all(asked: Asked) -> tuple[Artifact, Reference | Golden]:
-    """One artifact, and its reference or golden."""
-    from exporters.opening import Artifact
-    from exporters.prove import open_reference
-
-    if asked.golden:
-        artifact = Artifact(asked.artifact, None)
-        check_tokens(artifact, asked.tokens)
-        return artifact, open_golden(artifact, asked.golden, asked.tokens)
+    spec = StepSpec.load(asked.artifact)
+    if asked.tokens and asked.prompt:
+        raise RingstepError("--tokens and --prompt: a proof takes one of them")
+    if asked.prompt and not Text(asked.artifact).template:
+        raise RingstepError(f"--prompt: {asked.artifact} has no chat template; leave it out to compare a text")
+    if asked.tokens and asked.tokens > spec.context:
+        raise RingstepError(f"--tokens {asked.tokens}: must lie in 1..{spec.context}, the artifact's context")
     checkpoint = checkpoint_of(asked.artifact, asked.model)
-    artifact = Artifact(asked.artifact, checkpoint)
-    check_tokens(artifact, asked.tokens)
-    return artifact, open_reference(checkpoint)
-
-
-def run_stages(asked: Asked) -> bool:
-    """`--stages`: returns whether every stage of every artifact passed."""
-    import dataclasses
-
-    from exporters.opening import ORIGINAL, artifacts_in
-    from exporters.prove_stages import prove_stages, save
-    from exporters.show_stages import print_stage_layers, print_stage_positions, print_stages
-
-    reports: dict[str, dict[str, Any]] = {}
-    for folder in artifacts_in(asked.artifact):
-        artifact, reference = open_all(dataclasses.replace(asked, artifact=folder))
-        with artifact:
-            body = prove_stages(artifact, reference, against=asked.against or ORIGINAL, engine=asked.engine,
-                                tokens=asked.tokens)  # fmt: skip
-        save(body, folder)
-        reports[str(folder)] = body
-    if asked.json_:
-        bodies = [{"artifact": folder, **body} for folder, body in reports.items()]
-        console.print_json(bodies[0] if str(asked.artifact) in reports else bodies)
-    else:
-        print_stages(reports)
-        for body in reports.values():
-            if asked.positions:
-                print_stage_positions(body)
-            if asked.layers:
-                print_stage_layers(body)
-    return all(body["passed"] for body in reports.values())
+    return prove(asked.artifact, checkpoint, {asked.engine or "ort": asked.prompt}, tokens=asked.tokens,
+                 threshold_db=asked.min_db, windows=windows)  # fmt: skip

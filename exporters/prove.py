@@ -16,6 +16,7 @@ from ringstep.errors import RingstepError
 from ringstep.manifest import Manifest
 from ringstep.parity import metrics
 from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
+from ringstep.parity.windows import Mode
 from ringstep.session import DecodeSession
 from ringstep.text import Text
 
@@ -70,9 +71,9 @@ class RecipeReference:
         return DecodeSession(self.step.spec, TorchEngine(self.step))
 
     def truth(self, ids: Sequence[int]) -> Truth:
-        session = self.session(len(ids) + 1)
-        logits = session.step(list(ids))
-        caches = [session.entries(layer) for layer in range(len(session.spec.caches))]
+        from exporters.whole_text import whole_text
+
+        logits, caches = whole_text(self.step, np.array(ids))
         return Truth(self.source, list(ids), logits, caches)
 
     def answer(self, prompt: Sequence[int], limit: int, eos: Sequence[int]) -> Truth:
@@ -128,13 +129,17 @@ def prove(
     *,
     tokens: int | None = None,
     threshold_db: float | None = None,
+    windows: Mode | None = None,
 ) -> list[dict[str, Any]]:
     """Compare engines with the original; returns one plain report an engine.
 
     `engines` maps each engine to a prompt that it answers by itself, or to None for a text of `tokens` (default:
     200, or past the second wrap of the longest window; fewer on the simulator, which takes seconds a step). A
-    prompt needs a tokenizer with a chat template, without which the text is taken.
+    prompt needs a tokenizer with a chat template, without which the text is taken. `windows` is how much of the
+    window gate runs, None: the fast part, and nothing on the simulator.
     """
+    from exporters.window_gate import window_gate
+
     spec = StepSpec.load(folder)
     reference = open_reference(checkpoint)
     reports = []
@@ -154,6 +159,12 @@ def prove(
                 with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
                     report = teacher_forced(session, truth, threshold_db, tick)
         reports.append(plain(report, folder, prompt if chat else None))
+        mode = windows or ("off" if engine == "qnn-sim" else "fast")
+        found = window_gate(folder, checkpoint, engine, mode, reference, None if spec.scheme else threshold_db)
+        reports[-1]["windows"] = found
+        if found and not found["passed"]:
+            summary = reports[-1]["summary"]
+            summary |= {"passed": False, "failures": [*summary["failures"], *found["failures"]]}
     return reports
 
 

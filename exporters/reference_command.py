@@ -104,8 +104,8 @@ def ids_of(checkpoint: Checkpoint, vocab: int, given: str | None, chat: bool, to
             body = [int(i) for i in np.random.default_rng(0).integers(0, vocab, tokens or TOKENS)]
             first = begin or []
         else:
-            plain = shipped_text() if given is None else given
-            body = text.chat(plain) if chat else text.encode(plain)
+            said = shipped_text() if given is None else given
+            body = text.chat(said) if chat else text.encode(said)
             first = [first_token(text, vocab)] if begin is None else begin
     if given is None and body:
         body = body * (-(-(tokens or TOKENS) // len(body)))

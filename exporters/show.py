@@ -84,7 +84,14 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
         notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
         notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
         notes += ["simulated"] * s["simulated"]
-        verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(s["failures"])
+        failures = s["failures"]
+        if found := report.get("windows"):
+            worst = min(min(f["logits_db"], f["cache_db"]) for f in found["feedings"])
+            console.line(f"{s['engine']}: windows {found['mode']}: {len(found['feedings'])} ways to feed, worst "
+                         f"{worst:.1f} dB (at least {found['windows_db']:.0f})")  # fmt: skip
+            failures = [f for f in failures if f not in found["failures"]]
+            failures += found["failures"][:1] + [f"{len(found['failures']) - 1} more"] * (len(found["failures"]) > 1)
+        verdict = "passed" if s["passed"] else "FAILED: " + "; ".join(failures)
         console.line(f"{s['engine']}: {verdict} ({', '.join(notes)})")
 
 

@@ -23,7 +23,7 @@ def print_stages(reports: dict[str, dict[str, Any]]) -> None:
             tokens.append(name + token_row(stage))
     first = (["artifact"] if several else []) + ["stage"]
     references = list(dict.fromkeys(body["reference"] for body in reports.values()))
-    columns = ["type", "tokens", "min dB", "in all", "on the one before", "caches", "max err"]
+    columns = ["type", "tokens", "min dB", "in all", "step dB", "caches", "max err"]
     console.table(f"against {', '.join(references)}: logits and caches in dB", first + columns, decibels)
     columns = ["top-1 %", "AMBIGUOUS", "different", "top-5 %", "KL", "greedy"]
     print()

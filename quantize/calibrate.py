@@ -205,6 +205,10 @@ def load(path: Path) -> Calibration:
             edges, counts = body["edges"], body["counts"].astype(np.float64)
             if counts.shape != (len(edges), BINS) or len(body["names"]) != len(edges):
                 raise ValueError("shapes do not agree")
+            if not (np.isfinite(edges).all() and (edges[:, 0] <= edges[:, 1]).all() and (edges[:, 2] >= 0).all()):
+                raise ValueError("ranges that are none")
+            if not (np.isfinite(counts).all() and (counts >= 0).all()):
+                raise ValueError("counts that are none")
             seen = {str(name): Seen(float(edge[0]), float(edge[1]), float(edge[2]), count)
                     for name, edge, count in zip(body["names"], edges, counts, strict=True)}  # fmt: skip
             entries = {}
@@ -212,6 +216,8 @@ def load(path: Path) -> Calibration:
                 what, _, layer = stem.partition("_")
                 if what in ("key", "value") and layer.isdecimal():
                     entries[int(layer), what] = body[stem]
+                    if body[stem].dtype != np.float32 or not np.isfinite(body[stem]).all():
+                        raise ValueError(f"{stem} is not finite float32")
             sinks = [Sink(int(p), int(t), int(at), float(largest), float(ratio))
                      for p, t, at, largest, ratio in body["sinks"]]  # fmt: skip
             logits = body["logits"] if "logits" in body.files else None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 FAILURE = 2
+GATE_FAILED = 1
 _OWN_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG,
               errno.EMFILE, errno.ENFILE, errno.EIO, errno.ELOOP)  # fmt: skip
 _NUMBER = re.compile(r"[-+]?[\d.,]+( [\w%/]+){0,3}|-?")  # with a unit, or nothing

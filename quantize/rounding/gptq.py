@@ -10,6 +10,8 @@ form and rounds every input once more, given all the others (coordinate descent 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,32 +25,55 @@ DAMPING = 0.05
 SWEEPS = 1  # the first lowers a linear's error by 0.2 dB, a second by 0.05
 
 
-def quantise(
-    weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING, sweeps: int = SWEEPS
-) -> QuantisedWeight:
+@dataclass(frozen=True)
+class Curvature:
+    """A Hessian made ready for rounding: what does not depend on the weight."""
+
+    order: Tensor
+    """Of the inputs, as they are rounded [in]."""
+    energy: Tensor
+    cost: Tensor
+    """What rounding an input costs once all later ones have made up for it, 1 / U_ii^2 [in], as the weight has them."""
+    matrix: Tensor
+    """Dampened, in the order of rounding, float32 [in, in]."""
+    factor: Tensor
+    """U, each row divided by its diagonal, float32 [in, in]."""
+
+
+def curvature(hessian: Tensor, grid: Grid, damping: float = DAMPING) -> Curvature:
+    """Prepare a Hessian [in, in]. Raises RingstepError for values that are not finite."""
+    if not torch.isfinite(hessian.sum(dtype=torch.float64)):
+        raise RingstepError("the inputs of calibration are not finite")
+    energy = hessian.diagonal().double()
+    order = in_order(energy, grid)
+    matrix = hessian.double()
+    matrix.diagonal().add_(max(damping * float(energy.mean()), 1e-12))
+    matrix = matrix[order][:, order]
+    factor = inverse_factor(matrix)
+    cost = torch.empty(len(energy), dtype=torch.float64)
+    cost[order] = factor.diagonal().square().reciprocal()
+    return Curvature(order, energy, cost, matrix.float(), (factor / factor.diagonal()[:, None]).float())
+
+
+def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING, sweeps: int = SWEEPS,
+             ) -> QuantisedWeight:  # fmt: skip
     """Quantise a float32 weight [out, in]; `hessian` [in, in] is the sum of x x^T over calibration.
 
     `damping` is added to the Hessian's diagonal, as a part of its mean. Raises RingstepError for values that are not
     finite, and inputs of another size.
     """
     check(weight.numpy(), grid)
+    if hessian.shape != (weight.shape[1], weight.shape[1]):
+        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {weight.shape[1]} inputs")
+    return quantise_by(weight, curvature(hessian, grid, damping), grid, sweeps)
+
+
+def quantise_by(weight: Tensor, own: Curvature, grid: Grid, sweeps: int = SWEEPS) -> QuantisedWeight:
+    """Quantise a weight [out, in] by the Curvature of its inputs on the same grid."""
     outputs, inputs = weight.shape
-    if hessian.shape != (inputs, inputs):
-        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {inputs} inputs")
-    if not torch.isfinite(hessian.sum(dtype=torch.float64)):
-        raise RingstepError("the inputs of calibration are not finite")
-    width, energy = grid.width(inputs), hessian.diagonal().double()
-    order = in_order(energy, grid)
-    matrix = hessian.double()
-    matrix.diagonal().add_(max(damping * float(energy.mean()), 1e-12))
-    matrix = matrix[order][:, order]
-    factor = inverse_factor(matrix)
-    # What an input's rounding costs once all later inputs have made up for it: 1 / U_ii^2.
-    cost = torch.empty(inputs, dtype=torch.float64)
-    cost[order] = factor.diagonal().square().reciprocal()
+    width, order, cost, factor = grid.width(inputs), own.order, own.cost, own.factor
     # With one scale a channel the scale is fixed before anything is made up for: plain energy serves better.
-    blocks, importance = by_inputs(weight, energy if grid.block is None else cost, grid)
-    factor = (factor / factor.diagonal()[:, None]).float()
+    blocks, importance = by_inputs(weight, own.energy if grid.block is None else cost, grid)
     scales = Scales(blocks, importance, grid)
     left, stored = weight.T.float()[order].contiguous(), torch.empty(inputs, outputs)
     ordered = cost[order].float()
@@ -71,11 +96,11 @@ def quantise(
         if stop < inputs:
             left[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     if sweeps:
-        whole, h = weight.T.float()[order], matrix.float()
+        whole = weight.T.float()[order]
         lazily = [(a, min(inputs, a + LAZY)) for a in range(0, inputs, LAZY)]
         parts = lazily if grid.block is None else runs(order, width)
         for _ in range(sweeps):
-            sweep(whole, h, stored, scales, order // width, parts)
+            sweep(whole, own.matrix, stored, scales, order // width, parts)
     back = torch.empty_like(stored)
     back[order] = stored
     return scales.weight(np.ascontiguousarray(back.T.numpy()).astype(grid.dtype))

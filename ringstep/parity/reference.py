@@ -63,7 +63,7 @@ class TransformersReference:
         import torch
         from transformers import DynamicCache
 
-        cache = DynamicCache()  # without a config it keeps every entry, those outside of a window too
+        cache = DynamicCache()  # told of the config it would forget what windows leave behind
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # 5.24 renames past_key_values, 5.20 knows no other name
             out = self.model(torch.tensor([list(ids)]), past_key_values=cache, use_cache=True)

@@ -10,10 +10,8 @@ import numpy as np
 
 from ringstep.contract import StepSpec
 from ringstep.parity.metrics import Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
+from ringstep.parity.thresholds import thresholds_for
 from ringstep.session import DecodeSession
-
-QUANTISED_DB = {"w8": 25.0, "w4": 10.0}
-QUANTISED_TOP1 = 0.6
 
 CacheEntries = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -65,6 +63,8 @@ class Report:
     simulated: bool
     threshold_db: float
     scheme: str = ""
+    top1_share: float = 0.0
+    """Of a scheme: the share of positions whose first token must not be another one."""
     pooled_db: float = 0.0
     """Logits SNR of all positions as one signal, in dB."""
     positions: list[Position] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Report:
         found, share = [], float(np.mean([p.top1 != "different" for p in self.positions]))
         if self.pooled_db < self.threshold_db:
             found.append(f"logits {self.pooled_db:.1f} dB over all positions, below {self.threshold_db:.0f} dB")
-        if share < QUANTISED_TOP1:
+        if share < self.top1_share:
             found.append(f"another first token at {100 * (1 - share):.0f} % of the positions")
         return found
 
@@ -124,20 +124,16 @@ class Report:
 
 
 def threshold_db(spec: StepSpec, engine: str) -> float:
-    """The lowest logits SNR that still passes: near what the arithmetic itself allows (docs/parity.md)."""
-    if spec.scheme:
-        # Half of what SmolLM2 measures in the preset (docs/quantization.md): what fails is broken, not unlucky.
-        return next((db for bits, db in QUANTISED_DB.items() if spec.scheme.startswith(bits)), QUANTISED_DB["w4"])
-    if spec.dtype == "float32" and engine != "qnn-sim":
-        return 90.0
-    return 35.0 if spec.activations == "accurate" else 20.0
+    """The lowest logits SNR that still passes (thresholds.toml)."""
+    return thresholds_for(spec, engine).db
 
 
 def start_report(session: DecodeSession, source: str, threshold: float | None) -> Report:
     """An empty report of a session's engine."""
     spec, engine = session.spec, session.engine.name
-    limit = threshold_db(spec, engine) if threshold is None else threshold
-    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit, spec.scheme)
+    own = thresholds_for(spec, engine)
+    limit = own.db if threshold is None else threshold
+    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit, spec.scheme, own.top1)
 
 
 def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.ndarray) -> None:

@@ -138,6 +138,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "chat of nothing": (["reference", "llama", "-o", "x", "--chat"], "needs --text"),
     "no tokenizer": (["reference", SPARK, "-o", "x", "--text", "a"], "has no tokenizer to read a text with"),
     "float64 of a recipe": (["reference", SPARK, "-o", "x", "--dtype", "float64"], "the recipe that stands in for it"),
+    "a golden of 100 GB": (["reference", SPARK, "-o", "x", "--tokens", 1_000_000], "at most 4.29 GB"),
 }
 
 

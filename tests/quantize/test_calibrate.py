@@ -209,6 +209,22 @@ def test_anything_else_is_refused(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
+BAD_KEY = np.full((1, 1, 1, 4), np.nan, np.float32)
+SEEN = [Seen(1, -1, 1.0), Seen(-1, np.nan, 1.0), Seen(-1, 1, -1.0), Seen(-1, 1, 1.0, np.full(BINS, -1.0)),
+        Seen(-1, 1, 1.0, np.full(BINS, np.inf))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [*(Calibration(1, {"x": seen}) for seen in SEEN),
+     *(Calibration(1, {"x": Seen(-1, 1, 1.0)}, (5,), {(0, "key"): key}) for key in (BAD_KEY, BAD_KEY.astype(float)))],
+)  # fmt: skip
+def test_values_that_no_calibration_has(spoiled: Calibration, tmp_path: Path) -> None:
+    save(tmp_path / "c.npz", spoiled)
+    with pytest.raises(RingstepError, match="no calibration of ringstep's"):
+        load(tmp_path / "c.npz")
+
+
 def overflowing(model: Model) -> Model:
     """Keys of the second layer beyond float32: 1e30 times 1e30."""
     model = with_read(model, "model.layers.1.self_attn.k_proj.weight", lambda w: w * np.float32(1e30))

@@ -37,7 +37,7 @@ def test_it_lowers_the_loss_and_more_parts_lower_it_further(grid: Grid) -> None:
     plain = loss(gptq.quantise(weight, hessian, grid), weight, metric, hessian)
     losses = [loss(outputs.quantise(weight, hessian, metric, grid, parts=parts), weight, metric, hessian)
               for parts in (2, 4, 48)]  # fmt: skip
-    assert losses[0] < 0.85 * plain and losses[1] < losses[0] and losses[2] < losses[1]
+    assert losses[0] < 0.9 * plain and losses[1] < losses[0] and losses[2] < losses[1]
 
 
 def test_one_part_and_independent_outputs_are_plain_gptq() -> None:

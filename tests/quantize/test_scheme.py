@@ -139,7 +139,7 @@ def test_raised() -> None:
     block = load_scheme("w4a16-block")
     higher = raised(block, [DOWN], 8)
     assert grid_for(higher, DOWN) == Grid(8) and grid_for(higher, UP) == grid_for(block, UP)
-    assert weights_for(higher, DOWN).rounding == "gptq"
+    assert weights_for(higher, DOWN).rounding == "two-sided"
     assert grid_for(raised(higher, [DOWN], 16), DOWN) == Grid(16)
     two = Scheme("two", weights=Weights(bits=2, block=32))
     assert grid_for(raised(two, [DOWN], 4), DOWN) == Grid(4, True, 32)

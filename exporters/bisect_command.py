@@ -1,0 +1,81 @@
+"""`ringstep bisect`: the command and its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringstep import console
+from ringstep.errors import RingstepError
+from ringstep.options import as_json, common
+
+SHOWN_NODES = 12
+
+
+@click.command(short_help="Find the first layer and node of ARTIFACT that diverges.")
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
+              help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.")  # fmt: skip
+@click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens a step. Default: each in turn "
+              "on ort, the smallest on qnn-sim.")  # fmt: skip
+@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--all-nodes", is_flag=True, help="Show every node of the block, not the worst dozen.")
+@as_json
+@common
+def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_nodes: bool, json_: bool) -> int:
+    """Name the first block, node and stage at which ARTIFACT leaves the original. Leaves with 1 for a fault."""
+    from exporters.bisect import bisect as run
+    from ringstep.checkpoint import open_checkpoint
+    from ringstep.manifest import manifest_of
+
+    manifest = manifest_of(artifact)
+    try:
+        checkpoint = open_checkpoint(model or manifest.model)
+    except RingstepError as error:
+        hint = "" if model else f"; {artifact} was made from it: say where it is now with --model"
+        raise RingstepError(f"{error}{hint}") from None
+    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
+        raise RingstepError(
+            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
+        )
+    body = run(artifact, checkpoint, engine, n)
+    if json_:
+        console.print_json(body)
+    else:
+        show(body, all_nodes)
+    return 1 if body["first"]["kind"] == "fault" else 0
+
+
+def show(body: dict[str, Any], all_nodes: bool) -> None:
+    """The tables of a bisection and its verdict."""
+    from ringstep.parity.bisect import label
+
+    decibels = lambda value: "" if value is None else f"{value:.1f}"
+    measures = ("snr_db", "local_db", "key_db", "value_db")
+    rows = [(block["tensor"], *(decibels(block[name]) for name in measures)) for block in body["depth"]]
+    simulated = ", simulated" if body["simulated"] else ""
+    title = f"{body['engine']}{simulated}, graph of {body['graph']}, {body['tokens']} tokens"
+    columns = ["tensor", "depth dB", "by itself dB", "keys dB", "values dB"]
+    console.table(f"{title}, against {body['reference']}", columns, rows)
+    first = body["first"]
+    nodes = sorted((x for x in body["nodes"] if x["layer"] == first["layer"]), key=lambda node: node["effect_db"])
+    nodes = nodes if all_nodes else nodes[:SHOWN_NODES]
+    if nodes:
+        print()
+        table = [(label(x["node"], x["fused_with"]), decibels(x["own_db"]), decibels(x["effect_db"])) for x in nodes]
+        console.table(f"nodes of {first['tensor']}, each fed the clean step's tensors", ["node", "own dB", "effect dB"],
+                      table)  # fmt: skip
+        for x in nodes:
+            for note in x["notes"]:
+                console.line(f"{x['node']}: {note}")
+    if first["missing"]:
+        console.line(f"nodes of the clean step that are not there: {', '.join(first['missing'][:8])}")
+    if body["stages"]:
+        print()
+        console.table(f"{first['tensor']} by stage", ["stage", "engine", "by itself dB"],
+                      [(s["stage"], s["engine"], decibels(s["snr_db"])) for s in body["stages"]])  # fmt: skip
+    for warning in body["warnings"]:
+        console.warn(warning)
+    console.line(body["verdict"])
