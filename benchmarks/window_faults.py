@@ -146,7 +146,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             counts = [sum(caught(row[mode]) for row in some) for mode in MODES]
             cell.append(f"{counts[0]}, {counts[1]} of {len(some)}" if some else "")
         refused = all("refused" in row["fast"] for row in own)
-        cells.append((fault, *cell, "refused" if refused else "reported"))
+        cells.append((fault, *cell, "" if fault == CLEAN else "refused" if refused else "reported"))
     console.table("found by the fast part, by all, of artifacts", ["planted", *PRECISIONS, ""], cells)
 
 

@@ -122,7 +122,7 @@ def print_drift(body: dict[str, Any], positions: bool) -> None:
     for name, found in body["trends"].items():
         slope, fall = found["slope"], found["fall"]
         console.line(f"{name.replace('_', ' ')}: {slope['db_per_100']:+.1f} dB for each 100 tokens (95 %: "
-                     f"{slope['low']:+.1f} to {slope['high']:+.1f}), largest fall {fall['db']:.1f} dB at position "
+                     f"{slope['low']:+.1f} to {slope['high']:+.1f}), largest step {-fall['db']:+.1f} dB at position "
                      f"{fall['position']}")  # fmt: skip
     free = body["free_running"]
     console.line(f"the first {free['same']} of {free['tokens']} tokens are the original's [{said(free['verdict'])}]")

@@ -248,6 +248,10 @@ def workshop(artifact: Path) -> Iterator[Callable[[str], Path]]:
     ONNX Runtime takes external data only from beside or below the graph, and not through links.
     """
     home, made = artifact / "onnx", list[Path]()
+    for left in home.glob(".bisect.tmp-*.onnx"):
+        # Of a run that was killed; another that still runs keeps its own.
+        if not Path(f"/proc/{left.name.removeprefix('.bisect.tmp-').split('.')[0]}").exists():
+            left.unlink(missing_ok=True)
 
     def place(name: str) -> Path:
         made.append(home / f".bisect.tmp-{os.getpid()}.{name}.onnx")

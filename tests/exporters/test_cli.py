@@ -260,7 +260,7 @@ def test_json_of_inspect(inside: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_json_of_parity_and_the_gate(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (report,) = parsed(capsys, "parity", "spark", "--tokens", 20)
-    assert report.keys() == {"summary", "positions", "caches", "answer"}
+    assert report.keys() == {"summary", "positions", "caches", "answer", "windows"}
     summary = report["summary"]
     assert summary["passed"] and summary["tokens"] == 20 and summary["snr_db"]["min"] > 100
     assert summary.keys() >= {"engine", "simulated", "reference", "threshold_db", "top1", "top5", "kl", "failures"}

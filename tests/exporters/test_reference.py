@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from export_runs import LLAMA, SPARK, run, write_checkpoint, write_tokenizer
 
+import ringstep.parity.golden
 from exporters.prove import RecipeReference
 from ringstep.checkpoint import open_checkpoint
 from ringstep.parity.golden import load_golden
@@ -139,6 +140,19 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "float64 of a recipe": (["reference", SPARK, "-o", "x", "--dtype", "float64"], "the recipe that stands in for it"),
     "a golden of 100 GB": (["reference", SPARK, "-o", "x", "--tokens", 1_000_000], "at most 4.29 GB"),
 }
+
+
+def test_sizes(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A large golden is announced, one beyond the limit refused before anything is computed."""
+    args = ["reference", made / "llama", "-o", tmp_path / "x", "--tokens", 30, "--answer", 0, "-q"]
+    size = 4 * 30 * (64 + 2 * (2 * 2 * 16 + 1))
+    monkeypatch.setattr(ringstep.parity.golden, "WARN_BYTES", size)
+    assert run(*args) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(ringstep.parity.golden, "WARN_BYTES", size - 1)
+    assert run(*args) == 0 and "--tokens makes it shorter" in capsys.readouterr().err
+    (tmp_path / "x").unlink()
+    monkeypatch.setattr(ringstep.parity.golden, "LIMIT_BYTES", size - 1)
+    assert run(*args) == 2 and "logits [30, 64] in float32" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -96,7 +96,7 @@ HOST: dict[str, Callable[[Patch], None]] = {
 
 
 def gate_after_projection(patch: Patch) -> None:
-    """out_proj(out) * gates in place of out_proj(out * gates), each head's gate on its share of the hidden size."""
+    """out_proj(out) * gates in place of out_proj(out * gates), heads taking turns over the hidden size."""
     right = Attention.forward
 
     def forward(self: Attention, x: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -108,9 +108,8 @@ def gate_after_projection(patch: Patch) -> None:
         if gate is None:
             return out, key, value
         gates = recipes.blocks.sigmoid(gate(x), self.accurate)
-        share = -(-out.shape[-1] // self.heads)
-        spread = gates.reshape(x.shape[0], self.heads, 1).expand(-1, -1, share)
-        return out * spread.reshape(x.shape[0], -1)[:, : out.shape[-1]], key, value
+        # By Concat, which quantisation takes; Expand it does not.
+        return out * torch.cat([gates] * (out.shape[-1] // self.heads), dim=-1), key, value
 
     patch.setattr(Attention, "forward", forward)
 
