@@ -10,8 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import onnx_ir as ir
 from exporters.clean import Clean, entries_at, watch
 from exporters.compare_nodes import Scope, compare_nodes
 from exporters.onnx import graph_file, hidden_names, traced_file
-from exporters.prove import Reference, as_stored, open_reference, proof_ids
+from exporters.prove import PROOF_TOKENS, Reference, as_stored, open_reference, proof_ids, two_windows
 from exporters.surgery import IN, Graph, Tensors, expose, extract, in_memory, open_graph, unchain, workshop
 from exporters.tapped import Call, Codec, Exposed
 from ringstep import console
@@ -31,6 +29,7 @@ from ringstep.contract import StepSpec
 from ringstep.devices import find_device
 from ringstep.encoding import open_prefix, open_table
 from ringstep.errors import RingstepError
+from ringstep.files import write_json
 from ringstep.parity import bisect as judge
 from ringstep.parity.bisect import Block, rows_db
 from ringstep.session import DecodeSession
@@ -66,8 +65,7 @@ class Bisection:
     def text(self) -> list[int]:
         """As many tokens as show every cache: past the second wrap of windows, whole chunks."""
         spec, n = self.spec, self.n
-        longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
-        count = min(max(TOKENS, min(2 * longest + 8, 200)), spec.context)
+        count = min(max(TOKENS, min(two_windows(spec), PROOF_TOKENS)), spec.context)
         if self.slow and n == 1:
             count = min(count, self.skip + SLOW_TOKENS)
         count = max(1, (count - self.skip) // n) * n + self.skip
@@ -396,7 +394,5 @@ def bisect(folder: Path, checkpoint: Checkpoint, engine: str, n: int | None = No
             break
     body = bodies[-1] if bodies[-1]["first"]["kind"] == "fault" else min(bodies, key=lambda b: b["first"]["local_db"])
     body["graphs"] = [b["graph"] for b in bodies]
-    temporary = folder / f".bisect.json.tmp-{os.getpid()}"
-    temporary.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "bisect.json")
+    write_json(folder / "bisect.json", body)
     return body

@@ -8,16 +8,14 @@ from typing import Any
 import click
 
 from ringstep import console
-from ringstep.errors import RingstepError
-from ringstep.options import as_json, common
+from ringstep.options import as_json, common, engine_option
 
 SHOWN_NODES = 12
 
 
 @click.command(short_help="Find the first layer and node of ARTIFACT that diverges.")
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
-              help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.")  # fmt: skip
+@engine_option
 @click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens a step. Default: each in turn "
               "on ort, the smallest on qnn-sim.")  # fmt: skip
 @click.option("--model", help="The original, when it is no longer where the export found it.")
@@ -26,26 +24,15 @@ SHOWN_NODES = 12
 @common
 def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_nodes: bool, json_: bool) -> int:
     """Name the first block, node and stage at which ARTIFACT leaves the original. Leaves with 1 for a fault."""
+    from exporters.artifact import checkpoint_of
     from exporters.bisect import bisect as run
-    from ringstep.checkpoint import open_checkpoint
-    from ringstep.manifest import manifest_of
 
-    manifest = manifest_of(artifact)
-    try:
-        checkpoint = open_checkpoint(model or manifest.model)
-    except RingstepError as error:
-        hint = "" if model else f"; {artifact} was made from it: say where it is now with --model"
-        raise RingstepError(f"{error}{hint}") from None
-    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(
-            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
-        )
-    body = run(artifact, checkpoint, engine, n)
+    body = run(artifact, checkpoint_of(artifact, model), engine, n)
     if json_:
         console.print_json(body)
     else:
         show(body, all_nodes)
-    return 1 if body["first"]["kind"] == "fault" else 0
+    return console.GATE_FAILED if body["first"]["kind"] == "fault" else 0
 
 
 def show(body: dict[str, Any], all_nodes: bool) -> None:

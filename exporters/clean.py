@@ -16,17 +16,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from exporters.artifact import Artifact
 from exporters.onnx import IR_VERSION, Blocks, Stamp, hidden_names, trace_blocks
 from exporters.trace import OPSET
-from recipes import plan_for
 from recipes.blocks import Embed, Head
-from recipes.plan import Options, Plan, Source
+from recipes.plan import Plan, Source
 from recipes.step import bind, head_sources, layer_inputs, layer_outputs
-from recipes.weights import key, read
+from recipes.weights import key
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec, TensorSpec
-from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest
 
 if TYPE_CHECKING:
     from exporters.prove import Reference
@@ -54,25 +52,12 @@ class Clean:
 
     def __init__(self, artifact: Path, spec: StepSpec, checkpoint: Checkpoint) -> None:
         """Raises RingstepError where the manifest does not say how the artifact was made."""
-        self.spec, self.stages = spec, Manifest.load(artifact).stages
-        record = self.stages.get("onnx") or self.stages.get("graphs")
-        if record is None:
-            raise RingstepError(f"{artifact}/manifest.json: does not say how its graphs were traced; export it again")
-        names = {field.name for field in dataclasses.fields(Options)}
-        self.options = Options(**{name: value for name, value in record.options.items() if name in names})
-        self.quantised = "graphs" in self.stages
-        self.plan: Plan = plan_for(checkpoint.config)
-        self.read: Read = lambda source: read(checkpoint, source)
-        self.rotated = bool(self.quantised and self.stages["calibrate"].options.get("rotate"))
-        if self.rotated:
-            from quantize.folding.rotate import rotated
-
-            self.plan, self.read = rotated(self.plan, self.read)
-        if "rescale" in self.stages:
-            from exporters.rescaled import RESCALE, load
-            from quantize.folding.rescale import rescaled
-
-            self.read = rescaled(self.read, load(artifact / RESCALE))
+        made = Artifact(artifact, checkpoint)
+        self.spec, self.stages, self.options = spec, made.manifest.stages, made.options
+        self.quantised, self.rotated = "graphs" in self.stages, made.rotated
+        self.plan: Plan
+        self.read: Read
+        self.plan, self.read = made.weights
         self.traced: dict[int, Blocks] = {}
         self.streams = self.options.streams
 
@@ -182,6 +167,7 @@ class Clean:
         """The passes that the artifact's graphs went through."""
         from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+        from exporters.quantised import SKIPPED
         from sanitize import graph as graphs
         from sanitize.command import choose_passes
         from sanitize.pipeline import sanitize
@@ -191,9 +177,7 @@ class Clean:
         record = self.stages["graphs" if self.quantised else "sanitize"]
         own = record.options
         precision = own.get("precision") if not self.quantised else ("a16" if own["chip"] else None)
-        # What exporters/quantised.py leaves out.
-        apart = ("common-subexpressions", "duplicates", "transposed-weights", "accurate-*")
-        skip: Sequence[str] = own.get("skip", apart)
+        skip: Sequence[str] = own.get("skip", SKIPPED)
         sanitize(model, find_target(own["target"], own["chip"], precision), choose_passes(skip))
         graphs.infer_types(model)
 

@@ -17,18 +17,12 @@ from exporters.report_command import report
 from exporters.show import finish, show_manifest
 from ringstep import __version__, console
 from ringstep.errors import RingstepError, did_you_mean
-from ringstep.options import as_json, common
+from ringstep.options import as_json, common, engine_option
 from sanitize.command import sanitize
 from sanitize.lint_command import lint
 from sanitize.ops.command import ops
 
 LAYOUTS = ("ring", "roll", "append", "join")
-
-engine_option = click.option(
-    "--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
-    help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.",
-)  # fmt: skip
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ringstep")

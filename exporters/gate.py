@@ -245,6 +245,7 @@ def differences(rows: Sequence[Row], baseline: Baseline) -> list[tuple[str, str,
 
 def save_baseline(rows: Sequence[Row], kept: Baseline, path: Path = BASELINE) -> None:
     """Write the rows' figures, and of the old ones those in `kept`, atomically."""
+    from ringstep.files import write_json
     from ringstep.manifest import library_versions
 
     if not path.parent.is_dir():
@@ -252,9 +253,7 @@ def save_baseline(rows: Sequence[Row], kept: Baseline, path: Path = BASELINE) ->
     libraries = library_versions("torch", "onnx", "onnxruntime", "onnxruntime-qnn", "transformers")
     body = {"format": FORMAT, "versions": libraries,
             "rows": kept | {row.key: {name: round(db, 2) for name, db in row.db.items()} for row in rows}}  # fmt: skip
-    temp = path.with_name(path.name + ".tmp")
-    temp.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    temp.replace(path)
+    write_json(path, body)
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

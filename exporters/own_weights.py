@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from exporters.artifact import Artifact
 from exporters.whole_text import whole_text
 from ringstep.checkpoint import Checkpoint
-from ringstep.contract import StepSpec
 from ringstep.encoding import dequantise, open_prefix, open_table
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest
 from ringstep.parity.report import Truth
 
 
@@ -25,25 +24,16 @@ class OwnWeights:
     source = "recipe, eager torch, float32, on the artifact's rounded weights"
 
     def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
-        from exporters.rescaled import RESCALE, load
-        from quantize.folding.rescale import rescaled
-        from quantize.folding.rotate import rotated
         from quantize.store import INDEX, load_index, weight_at
-        from recipes import plan_for
         from recipes.plan import Options, Source
         from recipes.step import DecodeStep, step_spec
-        from recipes.weights import key, read
+        from recipes.weights import key
 
         home = folder / "onnx"
         if not (home / INDEX).is_file():
             raise RingstepError(f"{home / INDEX}: not there, so the rounded weights cannot be read; export again")
-        stages = Manifest.load(folder).stages
-        own = StepSpec.load(folder)
-        plan, original = plan_for(checkpoint.config), lambda source: read(checkpoint, source)
-        if stages["calibrate"].options.get("rotate"):
-            plan, original = rotated(plan, original)
-        if "rescale" in stages:
-            original = rescaled(original, load(folder / RESCALE))
+        artifact = Artifact(folder, checkpoint)
+        own, (plan, original) = artifact.spec, artifact.weights
         index = load_index(home / INDEX)
 
         def values(source: Source) -> np.ndarray:

@@ -93,7 +93,7 @@ def parity(context: click.Context, artifact: Path | None, html: Path | None, win
 
 def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
     """One engine held against the original."""
-    from exporters.parity_runs import checkpoint_of
+    from exporters.artifact import checkpoint_of
     from exporters.prove import prove
     from ringstep.contract import StepSpec
     from ringstep.text import Text

@@ -10,10 +10,10 @@ from ringstep import console
 from ringstep.errors import RingstepError
 
 if TYPE_CHECKING:
-    from exporters.opening import Artifact
+    from exporters.artifact import Artifact
     from exporters.prove import Reference
-    from ringstep.checkpoint import Checkpoint
     from ringstep.parity.golden import Golden
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -49,24 +49,6 @@ def run_more(asked: Asked) -> bool | None:
     return None
 
 
-def checkpoint_of(folder: Path, model: str | None) -> Checkpoint:
-    """The checkpoint an artifact was made from. Raises RingstepError where it is not there, or is another one."""
-    from ringstep.checkpoint import open_checkpoint
-    from ringstep.manifest import manifest_of
-
-    manifest = manifest_of(folder)
-    try:
-        checkpoint = open_checkpoint(model or manifest.model)
-    except RingstepError as error:
-        hint = "" if model else f"; {folder} was made from it: say where it is now with --model"
-        raise RingstepError(f"{error}{hint}") from None
-    if checkpoint.fingerprint() != manifest.checkpoint.get("sha256"):
-        raise RingstepError(
-            f"{model or manifest.model}: not the checkpoint of this artifact (its sha256 differs); give --model"
-        )
-    return checkpoint
-
-
 def check_tokens(artifact: Artifact, tokens: int | None) -> None:
     """Raises RingstepError for a text that the context does not hold."""
     context = artifact.spec.context
@@ -91,7 +73,7 @@ def open_golden(artifact: Artifact, path: Path, tokens: int | None) -> Golden:
 
 def golden_reports(asked: Asked) -> list[dict[str, Any]]:
     """`--golden`: one engine held against a golden."""
-    from exporters.opening import Artifact
+    from exporters.artifact import Artifact
     from exporters.prove_golden import prove_golden
 
     assert asked.golden is not None
@@ -105,7 +87,7 @@ def golden_reports(asked: Asked) -> list[dict[str, Any]]:
 
 def run_drift(asked: Asked) -> bool:
     """`--drift`: returns whether no curve falls."""
-    from exporters.opening import Artifact
+    from exporters.artifact import Artifact, checkpoint_of
     from exporters.prove import open_reference
     from exporters.prove_drift import prove_drift, save
     from exporters.show_stages import print_drift
@@ -127,7 +109,7 @@ def run_drift(asked: Asked) -> bool:
 
 def open_all(asked: Asked) -> tuple[Artifact, Reference | Golden]:
     """One artifact, and its reference or golden."""
-    from exporters.opening import Artifact
+    from exporters.artifact import Artifact, checkpoint_of
     from exporters.prove import open_reference
 
     if asked.golden:
@@ -144,7 +126,8 @@ def run_stages(asked: Asked) -> bool:
     """`--stages`: returns whether every stage of every artifact passed."""
     import dataclasses
 
-    from exporters.opening import ORIGINAL, artifacts_in
+    from exporters.artifact import artifacts_in
+    from exporters.opening import ORIGINAL
     from exporters.prove_stages import prove_stages, save
     from exporters.show_stages import print_stage_layers, print_stage_positions, print_stages
 

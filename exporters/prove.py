@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from exporters.artifact import is_rotated
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
@@ -92,16 +93,20 @@ def open_reference(checkpoint: Checkpoint) -> Reference:
         return RecipeReference(checkpoint)
 
 
+def two_windows(spec: StepSpec) -> int:
+    """Tokens past the second wrap of every window."""
+    return 2 * max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0) + 8
+
+
 def proof_tokens(spec: StepSpec, engine: str) -> int:
     """How long a text proves an engine: past the second wrap of every window, as far as a simulator's pace allows."""
-    longest = max((c.window or 0 for c in spec.caches if (c.window or 0) < spec.context), default=0)
-    count = max(PROOF_TOKENS, 2 * longest + 8)
+    count = max(PROOF_TOKENS, two_windows(spec))
     if engine == "qnn-sim" and spec.scheme:
         # A simulated call of a quantised graph takes seconds, one token or 32; the last token runs the decode graph.
         largest = max(graph.n for graph in spec.graphs)
         count = QUANTISED_CALLS if largest == 1 else largest * -(-SIMULATED_TOKENS // largest) + 1
     elif engine == "qnn-sim":
-        count = max(SIMULATED_TOKENS, min(2 * longest + 8, PROOF_TOKENS))
+        count = max(SIMULATED_TOKENS, min(two_windows(spec), PROOF_TOKENS))
     return min(spec.context, count)
 
 
@@ -158,9 +163,9 @@ def prove(
                 truth = as_stored(truth, folder)
                 with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
                     report = teacher_forced(session, truth, threshold_db, tick)
+            mode = windows or ("off" if engine == "qnn-sim" else "fast")
+            found = window_gate(session, folder, checkpoint, mode, reference, None if spec.scheme else threshold_db)
         reports.append(plain(report, folder, prompt if chat else None))
-        mode = windows or ("off" if engine == "qnn-sim" else "fast")
-        found = window_gate(folder, checkpoint, engine, mode, reference, None if spec.scheme else threshold_db)
         reports[-1]["windows"] = found
         if found and not found["passed"]:
             summary = reports[-1]["summary"]
@@ -171,10 +176,10 @@ def prove(
 def as_stored(truth: Truth, folder: Path) -> Truth:
     """The original's entries as the artifact's caches hold them: rotated values where its weights were rotated."""
     try:
-        calibrated = Manifest.load(folder).stages.get("calibrate")
+        stages = Manifest.load(folder).stages
     except RingstepError:  # an artifact without its manifest; nothing is known of it
         return truth
-    if calibrated is None or not calibrated.options.get("rotate"):
+    if not is_rotated(stages):
         return truth
     from quantize.folding.rotate import HEAD_SEED, rotation
 

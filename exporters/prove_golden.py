@@ -16,7 +16,7 @@ from ringstep.session import DecodeSession
 from ringstep.text import Text
 
 if TYPE_CHECKING:
-    from exporters.opening import Artifact
+    from exporters.artifact import Artifact
 
 
 def prove_golden(artifact: Artifact, golden: Golden, engine: str, tokens: int | None,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exporters.opening import NAMES, ORIGINAL, STAGES, Artifact, Stage
+from exporters.artifact import Artifact
+from exporters.opening import NAMES, ORIGINAL, STAGES, Stage
 from exporters.prove import Reference, as_stored, proof_ids, proof_tokens
 from ringstep import console
 from ringstep.contract import StepSpec

@@ -39,6 +39,8 @@ FOLDER = "quantize"
 NPZ, ACTIVATIONS, ENCODINGS = f"{FOLDER}/calibration.npz", f"{FOLDER}/activations.json", f"{FOLDER}/encodings.json"
 TABLE = f"{FOLDER}/embedding.json"
 FLOAT = "calibrate.float.onnx"
+# Passes left out: by layers a graph must stay, since calibration walks them and a chip may need it cut.
+SKIPPED = ("common-subexpressions", "duplicates", "transposed-weights", "accurate-*")
 
 
 class Quantised:
@@ -149,10 +151,9 @@ class Quantised:
                 for n, path in traced.items():
                     name = FLOAT if what == "calibrate" else float_file(n)
                     with console.progress(f"sanitizing {name}"):
-                        # By layers the graph must stay: calibration walks them, and a chip may need it cut.
                         report = sanitize_file(
                             path, home / name, target=target, chip=chip, precision="a16" if chip else None, keep=home,
-                            skip=["common-subexpressions", "duplicates", "transposed-weights", "accurate-*"],
+                            skip=SKIPPED,
                         )  # fmt: skip
                     inside = ir.load(home / name).graph.initializers
                     # Matrices read as zeros here: a pass that looked at them would have merged them.

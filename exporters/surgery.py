@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from ringstep.engines.ort import open_session
 from ringstep.errors import RingstepError
 
 Tensors = dict[str, np.ndarray]
@@ -36,19 +37,8 @@ class OrtGraph:
 
     def __init__(self, model: Path | bytes, name: str, optimised: bool = True) -> None:
         """Without `optimised` nodes stay what they are."""
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.intra_op_num_threads = os.cpu_count() or 1
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # as engines/ort.py
-        if not optimised:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        try:
-            source = str(model) if isinstance(model, Path) else model
-            self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise RingstepError(f"{name}: ONNX Runtime refuses it: {str(error).splitlines()[0][:300]}") from None
+        source = str(model) if isinstance(model, Path) else model
+        self.session = open_session(source, name, os.cpu_count() or 1, optimised)
         self.inputs = [i.name for i in self.session.get_inputs()]
         self.outputs, self.name = [o.name for o in self.session.get_outputs()], name
 

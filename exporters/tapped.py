@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from exporters.quantised import ACTIVATIONS
 from exporters.surgery import Graph, Tensors
 from ringstep.contract import Encoding, StepSpec
 from ringstep.encoding import dequantise, quantise
 from ringstep.engines.base import Arrays
-
-ACTIVATIONS = Path("quantize/activations.json")
 
 
 @dataclass(frozen=True)

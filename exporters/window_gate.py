@@ -8,20 +8,18 @@ from typing import Any
 from exporters.prove import Reference, proof_ids
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
-from ringstep.contract import StepSpec
 from ringstep.parity.thresholds import thresholds_for
 from ringstep.parity.windows import Mode, feedings, judge, plain
 from ringstep.session import DecodeSession
 
 
-def window_gate(
-    folder: Path, checkpoint: Checkpoint, engine: str, mode: Mode, original: Reference, limit_db: float | None = None
-) -> dict[str, Any] | None:
-    """Try an artifact's windows on an engine; None where there is nothing to try.
+def window_gate(session: DecodeSession, folder: Path, checkpoint: Checkpoint, mode: Mode, original: Reference,
+                limit_db: float | None = None) -> dict[str, Any] | None:  # fmt: skip
+    """Try the windows of an artifact that is open on an engine; None where there is nothing to try.
 
     Floats are held against the original, quantised artifacts against their own rounded weights in floats.
     """
-    spec = StepSpec.load(folder)
+    spec, engine = session.spec, session.engine.name
     tried = feedings(spec, mode, windows_of(checkpoint))
     if not tried:
         return None
@@ -35,9 +33,7 @@ def window_gate(
         else:
             truth = original.truth(proof_ids(spec, folder, longest))
     label = "simulated: " if engine == "qnn-sim" else ""
-    with DecodeSession.open(folder, engine) as session, console.progress(
-        f"{label}windows on {engine}", len(tried)
-    ) as tick:
+    with console.progress(f"{label}windows on {engine}", len(tried)) as tick:
         return plain(mode, truth.source, limit, judge(session, truth, tried, limit, tick))
 
 

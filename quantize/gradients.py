@@ -20,11 +20,9 @@ from torch import Tensor
 
 from quantize.calibrate import Tick
 from quantize.model import Model
-from quantize.sensitivity import fixed_inputs, floats
+from quantize.sensitivity import fixed_inputs, floats, head_floats, hidden
 from quantize.torch_graph import Block, run
 from quantize.walk import Entries
-from recipes.step import head_sources
-from recipes.weights import key
 from ringstep.errors import RingstepError
 
 STATES = "states.bin"
@@ -111,8 +109,7 @@ def moments(model: Model, texts: Sequence[Sequence[int]], prefix: Entries, folde
 
 def at_logits(model: Model, last: np.ndarray) -> list[Tensor]:
     """The gradients at the last hidden states [texts, n, hidden], both kinds with the same energy."""
-    head, sources = model.head(), head_sources(model.plan)
-    weights = {key(s): torch.from_numpy(model.read(s)) for s in sources.values()}
+    head, weights = model.head(), head_floats(model)
     random = torch.Generator().manual_seed(0)
     back = []
     for rows in last:
@@ -132,8 +129,3 @@ def draw(logits: Tensor, random: torch.Generator) -> Tensor:
     below = logits.softmax(-1, dtype=torch.float64).cumsum_(-1)
     wanted = torch.rand(len(logits), 1, generator=random, dtype=torch.float64) * below[:, -1:]
     return torch.searchsorted(below, wanted).clamp_(max=logits.shape[-1] - 1)
-
-
-def hidden(block: Block, feeds: dict[str, Tensor]) -> str:
-    """The name of a layer's hidden input: the one that is not fixed."""
-    return next(name for name in block.inputs if name not in feeds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantize.calibrate import Tick
 from quantize.model import Model
-from quantize.torch_graph import run
+from quantize.torch_graph import Block, run
 from quantize.walk import Entries
 from recipes.step import head_sources, layer_inputs
 from recipes.weights import key
@@ -33,7 +33,7 @@ def noise(model: Model, texts: Sequence[Sequence[int]], prefix: Entries, rounded
     """
     feeds = [fixed_inputs(model, layer, prefix) for layer in range(len(model.plan.layers))]
     blocks = [model.block(layer) for layer in range(len(model.plan.layers))]
-    source = [next(n for n in block.inputs if n not in own) for block, own in zip(blocks, feeds, strict=True)]
+    source = [hidden(block, own) for block, own in zip(blocks, feeds, strict=True)]
     states = [[torch.from_numpy(model.embedded(ids))] for ids in texts]
     with torch.no_grad():
         for layer, block in enumerate(blocks):
@@ -42,8 +42,7 @@ def noise(model: Model, texts: Sequence[Sequence[int]], prefix: Entries, rounded
                 kept.append(run(block, feeds[layer] | {source[layer]: kept[-1]}, weights)[f"hidden_{layer}"])
             tick(len(texts))
     energy, signal, back = {}, 0.0, []
-    head, sources = model.head(), head_sources(model.plan)
-    weights = {key(s): torch.from_numpy(model.read(s)) for s in sources.values()}
+    head, weights = model.head(), head_floats(model)
     generator = torch.Generator().manual_seed(0)
     for kept in states:
         x = kept.pop().requires_grad_()
@@ -86,3 +85,13 @@ def fixed_inputs(model: Model, layer: int, prefix: Entries) -> dict[str, Tensor]
 def floats(model: Model, layer: int) -> dict[str, Tensor]:
     """A layer's parameters as the checkpoint has them."""
     return {name: torch.from_numpy(model.read(source)) for name, (_, source) in model.sources(layer).items()}
+
+
+def head_floats(model: Model) -> dict[str, Tensor]:
+    """The head's parameters as the checkpoint has them."""
+    return {key(source): torch.from_numpy(model.read(source)) for source in head_sources(model.plan).values()}
+
+
+def hidden(block: Block, feeds: dict[str, Tensor]) -> str:
+    """The name of a layer's hidden input: the one that is not fixed."""
+    return next(name for name in block.inputs if name not in feeds)

@@ -46,12 +46,19 @@ def read_text(path: Path) -> str:
 
 def write_json(path: Path, body: object) -> None:
     """Write plain values as JSON, all or nothing; numbers that JSON does not know as null. Raises RingstepError."""
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(_finite(body), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(_finite(body), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise RingstepError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def write_whole(path: Path, content: str, errors: str = "strict") -> None:
+    """Write text as UTF-8, all or nothing; `errors` as for str.encode. Raises OSError."""
+    # The form of name that opening an artifact's folder cleans up after a killed run.
+    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}")
+    try:
+        temporary.write_text(content, encoding="utf-8", errors=errors, newline="\n")
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

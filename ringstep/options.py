@@ -10,6 +10,11 @@ from ringstep import console
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
 
+engine_option = click.option(
+    "--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
+    help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.",
+)  # fmt: skip
+
 
 def common(command: Any) -> Any:
     """-v and -q after the command's name too, where people type them."""

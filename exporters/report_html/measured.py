@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from exporters.report_html import charts
-from exporters.report_html.parts import ROWS, SILENT, Cell, Section, count, decibels, figure, plain, table
+from exporters.report_html.parts import ROWS, Cell, Section, count, decibels, figure, plain, table
 from exporters.report_html.read import PARITY, Artifact, get, items, number, numbers, text
+from ringstep.parity.metrics import SILENT_DB
 
 VERDICTS = {"equal": "good", "ambiguous": "warn", "different": "bad"}
 
@@ -23,7 +24,7 @@ def is_simulated(body: Any) -> bool:
 
 def drawn(value: float | None) -> float | None:
     """An SNR as a chart takes it: none where it is identical or not finite."""
-    return None if value is None or abs(value) >= SILENT else value
+    return None if value is None or abs(value) >= SILENT_DB else value
 
 
 def parity(artifact: Artifact, reports: Any = None) -> Section:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -16,6 +15,7 @@ from exporters.report_html import measured, sections
 from exporters.report_html.parts import Card, Cell, Page, Section, Table, figure, plain, size, table
 from exporters.report_html.read import PARITY, Artifact, find_artifacts, get, items, number, read_artifact, text
 from ringstep import __version__, console
+from ringstep.files import write_whole
 
 FILE = "report.html"
 BUILDERS: tuple[Callable[[Artifact], Section], ...] = (
@@ -182,9 +182,4 @@ def bokeh_script() -> str:
 def write(path: Path, html: str) -> None:
     """Write a page, all of it or nothing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_text(html, encoding="utf-8", errors="replace", newline="\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, html, errors="replace")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringstep import console
+from ringstep.parity.metrics import SILENT_DB
 
-SILENT = 300.0  # dB of identical arrays, and with a minus of those that are not finite
 ROWS = 400  # of a table; what lies beyond is counted, not shown
 
 
@@ -157,7 +157,7 @@ def figure(value: float | None, form: str = "{:.1f}", look: str = "") -> Cell:
 
 def decibels(value: float | None, look: str = "") -> Cell:
     """A cell of an SNR in dB; 300 and -300 stand for what has none."""
-    if value is None or abs(value) < SILENT:
+    if value is None or abs(value) < SILENT_DB:
         return figure(value, "{:.1f}", look)
     return Cell("identical" if value > 0 else "not finite", value, look if value > 0 else "bad")
 

@@ -40,8 +40,14 @@ class Curvature:
     """U, each row divided by its diagonal, float32 [in, in]."""
 
 
-def curvature(hessian: Tensor, grid: Grid, damping: float = DAMPING) -> Curvature:
-    """Prepare a Hessian [in, in]. Raises RingstepError for values that are not finite."""
+def curvature(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPING) -> Curvature:
+    """Prepare the Hessian [in, in] of a weight [out, in].
+
+    Raises RingstepError for values that are not finite, in either, and for sizes that do not fit.
+    """
+    check(weight.numpy(), grid)
+    if hessian.shape != (weight.shape[1], weight.shape[1]):
+        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {weight.shape[1]} inputs")
     if not torch.isfinite(hessian.sum(dtype=torch.float64)):
         raise RingstepError("the inputs of calibration are not finite")
     energy = hessian.diagonal().double()
@@ -62,10 +68,7 @@ def quantise(weight: Tensor, hessian: Tensor, grid: Grid, damping: float = DAMPI
     `damping` is added to the Hessian's diagonal, as a part of its mean. Raises RingstepError for values that are not
     finite, and inputs of another size.
     """
-    check(weight.numpy(), grid)
-    if hessian.shape != (weight.shape[1], weight.shape[1]):
-        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {weight.shape[1]} inputs")
-    return quantise_by(weight, curvature(hessian, grid, damping), grid, sweeps)
+    return quantise_by(weight, curvature(weight, hessian, grid, damping), grid, sweeps)
 
 
 def quantise_by(weight: Tensor, own: Curvature, grid: Grid, sweeps: int = SWEEPS) -> QuantisedWeight:

@@ -16,7 +16,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from quantize.grid import Grid, QuantisedWeight, check, joined
+from quantize.grid import Grid, QuantisedWeight, joined
 from quantize.rounding import gptq
 from ringstep.errors import RingstepError
 
@@ -34,12 +34,9 @@ def quantise(weight: Tensor, hessian: Tensor, metric: Tensor, grid: Grid, dampin
     outputs = len(weight)
     if metric.shape != (outputs, outputs):
         raise RingstepError(f"a metric {list(metric.shape)} for a weight of {outputs} outputs")
-    if hessian.shape != (weight.shape[1], weight.shape[1]):
-        raise RingstepError(f"a Hessian {list(hessian.shape)} for a weight of {weight.shape[1]} inputs")
     if not torch.isfinite(metric.sum(dtype=torch.float64)):
         raise RingstepError("the gradients of calibration are not finite")
-    check(weight.numpy(), grid)
-    known = gptq.curvature(hessian, grid, damping)
+    known = gptq.curvature(weight, hessian, grid, damping)
     order = torch.argsort(metric.diagonal(), descending=True, stable=True)
     coupling = metric.double()[order][:, order]
     mean = float(coupling.diagonal().mean())

@@ -14,21 +14,31 @@ from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError
 
 
+def open_session(model: str | bytes, name: str, threads: int, optimised: bool = True) -> Any:
+    """An ONNX file or model on CPUExecutionProvider; without `optimised` nodes stay what they are.
+
+    Raises RingstepError, which calls it `name`, where ONNX Runtime refuses it.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Its fused kernel for quantised weights would round activations to 8 bits (46 dB); an unknown key is ignored.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    if not optimised:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise RingstepError(f"{name}: ONNX Runtime refuses it: {str(error).splitlines()[0][:300]}") from None
+
+
 class OrtPart:
     """One ONNX file with its IO binding; an array is bound again only when another one takes its place."""
 
     def __init__(self, path: Path, spec: PartSpec, threads: int) -> None:
-        import onnxruntime as ort
-
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        # Its fused kernel for quantised weights would round activations to 8 bits (46 dB); an unknown key is ignored.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        try:
-            self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise RingstepError(f"{path}: ONNX Runtime refuses it: {str(error).splitlines()[0][:300]}") from None
+        self.session = open_session(str(path), str(path), threads)
         have = {i.name for i in self.session.get_inputs()}
         if have != set(spec.inputs):
             raise RingstepError(f"{path}: inputs differ from step.json: {sorted(have ^ set(spec.inputs))[0]}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ringstep.contract import StepSpec
-from ringstep.parity.metrics import Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
+from ringstep.parity.metrics import SILENT_DB, Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
 from ringstep.parity.thresholds import thresholds_for
 from ringstep.session import DecodeSession
 
@@ -140,27 +140,39 @@ def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.nda
     """Fill a report: `logits` [tokens, vocab] are what the session returned for truth.ids, fed from position 0."""
     # What the sink prefix holds was copied from the original.
     copied = len(session.spec.prefix.ids) if session.spec.prefix else 0
-    count = min(len(truth.logits), len(logits))
-    copied = copied if copied < count else 0
-    report.pooled_db = snr_db(truth.logits[copied:count], logits[copied:count])
-    for position, (want, have) in enumerate(zip(truth.logits, logits, strict=False)):
-        if position < copied:
-            continue
-        report.positions.append(
-            Position(position, truth.ids[position], snr_db(want, have), agreement(want, have),
-                     top_overlap(want, have), kl_nats(want, have), max_rel(want, have))
-        )  # fmt: skip
+    compare_logits(report, truth.ids, truth.logits, logits, copied)
     report.caches = [compare_cache(session, layer, truth.caches[layer]) for layer in range(len(truth.caches))]
 
 
+def compare_logits(report: Report, ids: Sequence[int], want: np.ndarray, have: np.ndarray, copied: int) -> int:
+    """Fill a report with the positions that both logits [tokens, vocab] of a text have after the first `copied`.
+
+    All of them count where there are no more. Returns the first position compared.
+    """
+    count = min(len(want), len(have))
+    first = copied if copied < count else 0
+    report.pooled_db = snr_db(want[first:count], have[first:count])
+    for position in range(first, count):
+        a, b = want[position], have[position]
+        report.positions.append(Position(position, ids[position], snr_db(a, b), agreement(a, b), top_overlap(a, b),
+                                         kl_nats(a, b), max_rel(a, b)))  # fmt: skip
+    return first
+
+
 def compare_cache(session: DecodeSession, layer: int, want: CacheEntries) -> CacheParity:
-    """Compare the entries that both hold of one layer, by position."""
-    positions, keys, values = session.entries(layer)
-    common = np.intersect1d(positions, want[0])
-    mine, theirs = np.searchsorted(positions, common), np.searchsorted(want[0], common)
-    return CacheParity(
-        layer, snr_db(want[1][:, theirs], keys[:, mine]), snr_db(want[2][:, theirs], values[:, mine])
-    )
+    """Compare the entries that a session and the reference both hold of one layer, by position."""
+    return compare_entries(layer, want, session.entries(layer)) or CacheParity(layer, SILENT_DB, SILENT_DB)
+
+
+def compare_entries(layer: int, want: CacheEntries, have: CacheEntries, first: int = 0) -> CacheParity | None:
+    """SNR of the entries of one layer that both hold, from position `first` on; None where there are none."""
+    common = np.intersect1d(want[0], have[0])
+    common = common[common >= first]
+    if not len(common):
+        return None
+    theirs, mine = np.searchsorted(want[0], common), np.searchsorted(have[0], common)
+    key_db, value_db = (snr_db(want[what][:, theirs], have[what][:, mine]) for what in (1, 2))
+    return CacheParity(layer, key_db, value_db)
 
 
 def feed(session: DecodeSession, ids: Sequence[int], tick: Any = None) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ringstep.parity.metrics import agreement, kl_nats, max_rel, snr_db, top_overlap
-from ringstep.parity.report import CacheEntries, CacheParity, Position, Report, Truth
+from ringstep.parity.metrics import agreement
+from ringstep.parity.report import CacheEntries, Report, Truth, compare_entries, compare_logits
 from ringstep.session import DecodeSession
 
 
@@ -38,30 +38,11 @@ def record(session: DecodeSession, ids: Sequence[int], source: str, tick: Callab
 
 def compare_runs(report: Report, reference: Truth, run: Truth, copied: int = 0) -> Report:
     """Fill a report with all that both runs have in common after the first `copied` positions; returns it."""
-    count = min(len(reference.logits), len(run.logits))
-    first = copied if copied < count else 0
-    report.pooled_db = snr_db(reference.logits[first:count], run.logits[first:count])
-    for position in range(first, count):
-        want, have = reference.logits[position], run.logits[position]
-        report.positions.append(
-            Position(position, run.ids[position], snr_db(want, have), agreement(want, have), top_overlap(want, have),
-                     kl_nats(want, have), max_rel(want, have))
-        )  # fmt: skip
+    first = compare_logits(report, run.ids, reference.logits, run.logits, copied)
     pairs = zip(reference.caches, run.caches, strict=True)
     found = [compare_entries(layer, want, have, first) for layer, (want, have) in enumerate(pairs)]
     report.caches = [layer for layer in found if layer]
     return report
-
-
-def compare_entries(layer: int, want: CacheEntries, have: CacheEntries, first: int = 0) -> CacheParity | None:
-    """SNR of the entries of one layer that both hold, from position `first` on; None where there are none."""
-    common = np.intersect1d(want[0], have[0])
-    common = common[common >= first]
-    if not len(common):
-        return None
-    theirs, mine = np.searchsorted(want[0], common), np.searchsorted(have[0], common)
-    key_db, value_db = (snr_db(want[what][:, theirs], have[what][:, mine]) for what in (1, 2))
-    return CacheParity(layer, key_db, value_db)
 
 
 def greedy(reference: Truth, run: Truth, start: int, count: int) -> dict[str, Any] | None:

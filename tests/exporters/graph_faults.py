@@ -77,16 +77,21 @@ def gate_of(model: ir.Model, layer: int) -> ir.Node:
     raise AssertionError("no gate")
 
 
+def bypass(model: ir.Model, node: ir.Node, value: ir.Value) -> str:
+    """Take a node out: what reads its result reads `value`. Returns the first reader's name."""
+    reader = next(iter(node.outputs[0].uses())).node
+    for user, index in list(node.outputs[0].uses()):
+        user.replace_input_with(index, value)
+    model.graph.remove(node, safe=True)
+    return str(reader.name)
+
+
 def dropped_gate(model: ir.Model, layer: int) -> str:
     """What reads the gated values reads the ungated ones."""
     node = gate_of(model, layer)
     sums = ("Add", "MatMul")
     plain = next(v for v in read(node) if (maker := v.producer()) is not None and maker.op_type in sums)
-    reader = next(iter(node.outputs[0].uses())).node
-    for user, index in list(node.outputs[0].uses()):
-        user.replace_input_with(index, plain)
-    model.graph.remove(node, safe=True)
-    return str(reader.name)
+    return bypass(model, node, plain)
 
 
 def attention_scale(model: ir.Model, layer: int) -> str:
@@ -103,11 +108,7 @@ def dropped_mask(model: ir.Model, layer: int) -> str:
     node = next(n for n in model.graph if str(n.name).startswith(f"/layers.{layer}/attn/Add")
                 and any(str(v.name).startswith("mask_") for v in read(n)))  # fmt: skip
     scores = next(v for v in read(node) if not str(v.name).startswith("mask_"))
-    reader = next(iter(node.outputs[0].uses())).node
-    for user, index in list(node.outputs[0].uses()):
-        user.replace_input_with(index, scores)
-    model.graph.remove(node, safe=True)
-    return str(reader.name)
+    return bypass(model, node, scores)
 
 
 def lost_residual(model: ir.Model, layer: int) -> str:

@@ -18,18 +18,14 @@ from safetensors.numpy import load_file, save_file
 import exporters.stages
 from exporters import calibration
 from exporters.line import Job, Line
+from exporters.own_weights import OwnWeights
+from exporters.prove import RecipeReference
 from exporters.quantised import Quantised
 from quantize.calibrate import Calibration, save
 from quantize.observe import Seen
-from quantize.store import load_index, weight_at
-from recipes.plan import Options, Source
-from recipes.step import DecodeStep, step_spec
-from recipes.weights import key
 from ringstep import console
 from ringstep.checkpoint import open_checkpoint
 from ringstep.contract import StepSpec
-from ringstep.encoding import open_table
-from ringstep.engines.torch_eager import TorchEngine
 from ringstep.errors import RingstepError
 from ringstep.manifest import Manifest
 from ringstep.parity.metrics import snr_db
@@ -103,22 +99,9 @@ def ids_of(vocab: int) -> list[int]:
     return [FIRST, *(int(i) for i in np.random.default_rng(11).integers(4, vocab, TOKENS - 1))]
 
 
-def rounded(model: Path, out: Path, ids: list[int], scheme: Path | str) -> np.ndarray:
+def rounded(model: Path, out: Path, ids: list[int]) -> np.ndarray:
     """Logits of an artifact's rounded weights and table in floats: the recipe in eager torch."""
-    spec = StepSpec.load(out)
-    line = Line(Job(model=str(model), out=out, format="onnx", context=64, scheme=scheme))
-    plan, options = line.plan, Options()  # a scheme may rotate
-    own = step_spec(plan, options, model="", context=spec.context, chunks=(1,), eos=())
-    index = load_index(out / "onnx/quantised.json")
-
-    def values(source: Source) -> np.ndarray:
-        stored = index.get(key(source))
-        return line.read(source) if stored is None else weight_at(out / "onnx", stored).dequantised()
-
-    table = open_table(out, spec)
-    assert table is not None
-    session = DecodeSession(own, TorchEngine(DecodeStep(plan, options, own, values)), None)
-    return session.step(table[np.array(ids)].astype(np.float32))
+    return OwnWeights(out, open_checkpoint(str(model))).truth(ids).logits
 
 
 def judged(original: np.ndarray, weights: np.ndarray, have: np.ndarray, floor: float) -> None:
@@ -146,7 +129,7 @@ def spark(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_spark_does_not_drift(spark: Path, golden: dict[str, np.ndarray]) -> None:
     """48 positions over rings of 15, in decode and in prefill."""
     ids = golden["input_ids"].tolist()
-    weights = rounded(SPARK, spark, ids, "w8a16")
+    weights = rounded(SPARK, spark, ids)
     for each in (1, 8):
         judged(golden["logits"], weights, decoded(spark, ids, each), 50)
     assert snr_db(golden["logits"], weights) >= 22
@@ -160,14 +143,11 @@ def test_spark_does_not_drift_on_other_texts(spark: Path) -> None:
 
     The first eight positions are better by 2 to 3 dB whatever rounds the weights, since little is mixed in yet.
     """
-    line = Line(Job(model=str(SPARK), out=spark, format="onnx", context=64))
-    own = step_spec(line.plan, Options(), model="", context=64, chunks=(1,), eos=())
-    table, generator = line.read(line.plan.embedding), np.random.default_rng(5)
+    original, generator = RecipeReference(open_checkpoint(str(SPARK))), np.random.default_rng(5)
     truth, have = [], []
     for _ in range(12):
-        ids = [1, *(int(i) for i in generator.integers(4, line.plan.vocab, TOKENS - 1))]
-        session = DecodeSession(own, TorchEngine(DecodeStep(line.plan, Options(), own, line.read)), None)
-        truth.append(session.step(table[ids]))
+        ids = [1, *(int(i) for i in generator.integers(4, original.plan.vocab, TOKENS - 1))]
+        truth.append(original.truth(ids).logits)
         have.append(decoded(spark, ids))
     parts = [snr_db(np.array(truth)[:, at : at + 16], np.array(have)[:, at : at + 16]) for at in (0, 16, 32)]
     print([round(p, 1) for p in parts])
@@ -180,7 +160,7 @@ def test_llama_with_and_without_a_tokenizer(model: str, base: Path, files: Path,
     assert model == "llama" or built(files / model, out, files) == QUANTISED
     ids = ids_of(MODEL["vocab_size"])
     truth = TransformersReference(open_checkpoint(str(files / model))).truth(ids)
-    judged(truth.logits, rounded(files / model, out, ids, files / "nearest.toml"), decoded(out, ids), 55)
+    judged(truth.logits, rounded(files / model, out, ids), decoded(out, ids), 55)
     assert snr_db(truth.logits, decoded(out, ids)) >= 25
 
 
@@ -196,7 +176,7 @@ def test_8_bit_caches(layout: str, files: Path, tmp_path: Path, golden: dict[str
         for tensor in (*graph.inputs, *graph.outputs):
             if tensor.layer is not None:
                 assert tensor.dtype == "uint8" and tensor.encoding and tensor.encoding.zero == 128
-    weights, have = rounded(SPARK, out, ids, tmp_path / "kv8.toml"), decoded(out, ids)
+    weights, have = rounded(SPARK, out, ids), decoded(out, ids)
     assert min(snr_db(weights[at : at + 16], have[at : at + 16]) for at in (0, 16, 32)) >= 22
     with DecodeSession.open(out, threads=1) as session:
         session.step(ids[:20])

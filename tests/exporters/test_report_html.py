@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_the_old_page(folder: Path, tmp_path: Path, monkey
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device", str(out))
 
-    monkeypatch.setattr("exporters.report_html.page.os.replace", fail)
+    monkeypatch.setattr("ringstep.files.os.replace", fail)
     assert run("report", folder / "bare", "-o", out, "-q") == 2
     assert out.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a.html"]
 

@@ -12,7 +12,8 @@ import onnx_ir as ir
 import pytest
 from export_runs import LLAMA, SPARK, run, write_checkpoint
 
-from exporters.opening import NAMES, STAGES, Artifact
+from exporters.artifact import Artifact
+from exporters.opening import NAMES, STAGES
 from exporters.parity_command import STAGES as OFFERED
 from ringstep.checkpoint import open_checkpoint
 from ringstep.contract import StepSpec
