@@ -22,10 +22,7 @@ def calibration_texts(line: Line, n: int) -> list[list[int]]:
     from quantize.corpus import load_texts, sequences
     from ringstep.text import Text
 
-    windows = [k.window for k in line.plan.kinds.values() if k.window]
-    # Past the second wrap of every window, as far as the context allows.
-    wanted = max(512, 2 * max(windows, default=0) + 8)
-    length = max(1, min(line.context - 1, wanted) // n) * n
+    length = text_length(line, n)
     tokens = -(-line.job.calibration_tokens // length) * length
     if tokens < SHORTEST:
         raise RingstepError(f"--calibration-tokens {tokens}: ranges need at least {SHORTEST}")
@@ -38,6 +35,13 @@ def calibration_texts(line: Line, n: int) -> list[list[int]]:
     first = first_token(text, line.plan.vocab)
     return sequences(documents, text, length=length + 1, tokens=tokens // length * (length + 1), prefix=[first],
                      vocab=line.plan.vocab)  # fmt: skip
+
+
+def text_length(line: Line, n: int) -> int:
+    """Tokens of a sequence after its first: whole chunks, past the second wrap of windows as the context allows."""
+    windows = [k.window for k in line.plan.kinds.values() if k.window]
+    wanted = max(512, 2 * max(windows, default=0) + 8)
+    return max(1, min(line.context - 1, wanted) // n) * n
 
 
 def first_token(text: Any, vocab: int) -> int:

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exporters.calibration import calibration_texts, from_cache, to_cache
+from exporters.calibration import calibration_texts, from_cache, text_length, to_cache
 from exporters.stages import READERS, versions
 from ringstep import console
 from ringstep.contract import Encoding, StepSpec
@@ -180,7 +180,11 @@ class Quantised:
 
         line = self.line
         options = dataclasses.replace(line.options, layout={})
-        return step_spec(line.plan, options, model="", context=line.context, chunks=(self.n,), eos=())
+        # No longer than its texts: attention would be computed over slots that stay empty.
+        context = 1 + text_length(line, self.n)
+        if any(kind.window and kind.window >= context for kind in line.plan.kinds.values()):
+            context = line.context
+        return step_spec(line.plan, options, model="", context=context, chunks=(self.n,), eos=())
 
     @cached_property
     def model(self) -> Model:

@@ -45,7 +45,9 @@ class Seen:
                 stride += 1  # else it would meet some channels only
             flat = flat[::stride]
         self.widen(max(abs(low), abs(high)))
-        self.counts += torch.histc(flat, BINS, -self.edge, self.edge).numpy()
+        # A third of torch.histc's time, which is called for every tensor of every chunk.
+        bins = ((flat.numpy() / np.float32(self.edge) + np.float32(1)) * np.float32(BINS / 2)).astype(np.int32)
+        self.counts += np.bincount(np.clip(bins, 0, BINS - 1), minlength=BINS)
 
     def widen(self, reach: float) -> None:
         """Double the histogram's edge until it covers `reach`; two old bins fall into one."""

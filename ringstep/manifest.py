@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ VERSION = 1
 FILE = "manifest.json"
 LOCK = ".ringstep.lock"
 SAMPLE_SECONDS = 0.05
+LOOK_FOR_CHILDREN = 5  # once in so many samples
 
 _TEMPORARY = re.compile(r"\.[\w-]+\.tmp-\d+")
 _STAGE = re.compile(r"[\w-]+")
@@ -368,12 +370,17 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _peak_memory() -> Iterator[list[int]]:
-    peak = [_rss_anon_of_tree()]
+    peak = [_rss_anon(os.getpid())]
     done = threading.Event()
 
     def sample() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            peak[0] = max(peak[0], _rss_anon_of_tree())
+        children: list[int] = []
+        for count in itertools.count():
+            if done.wait(SAMPLE_SECONDS):
+                return
+            # Looking for them reads every process there is; held against the interpreter's lock, that adds up.
+            children = children if count % LOOK_FOR_CHILDREN else _children()
+            peak[0] = max(peak[0], sum(map(_rss_anon, [os.getpid(), *children])))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -384,14 +391,13 @@ def _peak_memory() -> Iterator[list[int]]:
         thread.join()
 
 
-def _rss_anon_of_tree() -> int:
+def _children() -> list[int]:
     import psutil
 
     try:
-        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        return [child.pid for child in psutil.Process().children(recursive=True)]
     except psutil.Error:
-        children = []
-    return sum(_rss_anon(pid) for pid in [os.getpid(), *children])
+        return []
 
 
 def _rss_anon(pid: int) -> int:

@@ -161,7 +161,7 @@ def test_8_bit_activations() -> None:
     ids, rows = rows_of(own, 16)
     want = faked(own, ids, own.activations)
     have = by_onnx_runtime(own, rows, N)
-    assert snr_db(want, have) >= 20
+    assert snr_db(want, have) >= 40  # fused kernels saturate on x86 without VNNI: 16 dB
     assert {t.dtype for t in own.spec.graphs[0].outputs} == {"uint8"}
 
 

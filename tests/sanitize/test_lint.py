@@ -183,12 +183,18 @@ def test_time_is_linear(tmp_path: Path) -> None:
     for count in (4000, 16000):
         path = tmp_path / f"{count}.onnx"
         path.write_bytes(chain(count).SerializeToString())
-        model = read_model(path)
-        start = time.process_time()
-        found = lint(model, find_target("qnn-htp", "sm8750"), path)
-        seconds.append(time.process_time() - start)
-        assert sum(f.rule == "nan-guard" for f in found) == count // 4
+        # The least is what other processes disturb least.
+        seconds.append(min(lint_seconds(path, count) for _ in range(3)))
     assert seconds[1] < 8 * seconds[0] + 0.1
+
+
+def lint_seconds(path: Path, count: int) -> float:
+    model = read_model(path)
+    start = time.process_time()
+    found = lint(model, find_target("qnn-htp", "sm8750"), path)
+    seconds = time.process_time() - start
+    assert sum(f.rule == "nan-guard" for f in found) == count // 4
+    return seconds
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
