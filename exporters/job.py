@@ -57,7 +57,7 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     """The precision of a job by name, and its scheme; None where nothing is quantised. Raises RingstepError."""
     if job.scheme is not None and job.precision is not None:
         raise RingstepError(f"--scheme {job.scheme} and --precision {job.precision}: give one of them")
-    precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
+    precision = job.precision if job.precision is not None else "fp16" if job.format == "qnn" else "fp32"
     if job.scheme is None and precision in DTYPES:
         return precision, None
     import dataclasses

@@ -337,7 +337,8 @@ def _commit(manifest: Manifest, record: StageRecord, temporary: Path) -> None:
     }
     stale = earlier.outputs.keys() - record.outputs.keys() if earlier else set()
     for name in (*record.outputs, *stale):
-        manifest.path(name)  # refuses before anything changed
+        if manifest.path(name).is_dir() and name in record.outputs:  # refuses before anything changed
+            raise RingstepError(f"{folder / name}: a folder, where stage {record.name} writes a file; move it away")
     # All that takes disk space comes before the first file moves.
     written = temporary / f".{FILE}"
     dataclasses.replace(manifest, stages=kept | {record.name: record})._write(written)
