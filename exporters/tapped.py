@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from exporters.quantised import ACTIVATIONS
 from exporters.surgery import Graph, Tensors
@@ -29,6 +31,7 @@ class Codec:
 
     def __init__(self, folder: Path, spec: StepSpec) -> None:
         self.dtype = spec.dtype
+        self.roots: dict[str, str] = {}
         self.encodings: dict[str, tuple[str, Encoding]] = {}
         if spec.scheme and (folder / ACTIVATIONS).is_file():
             body = json.loads((folder / ACTIVATIONS).read_text())
@@ -38,9 +41,28 @@ class Codec:
             if tensor.encoding is not None:
                 self.encodings[tensor.name] = (tensor.dtype, tensor.encoding)
 
+        self.ends = {t.name for g in spec.graphs for t in (*g.inputs, *g.outputs, *g.hidden)}
+
+    def within(self, graph: ir.Graph) -> Codec:
+        """The same for tensors of one float graph: what a move makes is held as what it moves.
+
+        The file of encodings has each name once, and decode and prefill may give one name to different moves.
+        """
+        from quantize.activations import MOVES, is_float
+
+        found = copy.copy(self)
+        found.roots = {}
+        for node in graph:
+            source = next((str(v.name) for v in node.inputs if v is not None and is_float(v)), None)
+            if node.op_type in MOVES and source is not None:
+                made = (str(v.name) for v in node.outputs if v.name not in self.ends)
+                found.roots |= dict.fromkeys(made, found.roots.get(source, source))
+        return found
+
     def own(self, name: str) -> tuple[str, Encoding] | None:
         """The type and encoding of a tensor; None where it is a float."""
-        return self.encodings.get(name.removesuffix("_quantised"))
+        plain = name.removesuffix("_quantised")
+        return self.encodings.get(self.roots.get(plain, plain))
 
     def encode(self, name: str, array: np.ndarray, dtype: str | None = None) -> np.ndarray:
         """Floats as the tensor holds them."""
