@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ import onnx_ir as ir
 
 from exporters.quantised import ACTIVATIONS
 from exporters.surgery import Graph, Tensors
-from ringstep.contract import Encoding, StepSpec
+from ringstep.contract import FLOAT32, INTEGERS, Encoding, StepSpec
 from ringstep.encoding import dequantise, quantise
 from ringstep.engines.base import Arrays
+from ringstep.errors import RingstepError
+from ringstep.tensor_file import read_json
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,23 @@ class Call:
     feeds: Tensors
 
 
+def read_encodings(path: Path) -> dict[str, tuple[str, Encoding]]:
+    """The encodings of activations by tensor. Raises RingstepError for what is no such file."""
+    found = {}
+    for name, body in read_json(path).items():
+        try:
+            dtype, scale, zero = body["dtype"], body["scale"], body["zero"]
+            low, high = INTEGERS[dtype]
+            if not (type(scale) is float and FLOAT32[0] <= scale <= FLOAT32[1] and type(zero) is int):
+                raise ValueError
+            if not low <= zero <= high:
+                raise ValueError
+        except (LookupError, TypeError, ValueError):
+            raise RingstepError(f"{path}: no encoding at {name[:80]!r}; export again") from None
+        found[name] = (dtype, Encoding(scale, zero))
+    return found
+
+
 class Codec:
     """Floats to and from what the artifact's tensors hold."""
 
@@ -34,8 +52,7 @@ class Codec:
         self.roots: dict[str, str] = {}
         self.encodings: dict[str, tuple[str, Encoding]] = {}
         if spec.scheme and (folder / ACTIVATIONS).is_file():
-            body = json.loads((folder / ACTIVATIONS).read_text())
-            self.encodings = {k: (e["dtype"], Encoding(e["scale"], e["zero"])) for k, e in body.items()}
+            self.encodings = read_encodings(folder / ACTIVATIONS)
             self.dtype = "float32"
         for tensor in (*spec.graphs[0].inputs, *spec.graphs[0].outputs):
             if tensor.encoding is not None:

@@ -17,7 +17,9 @@ import numpy as np
 
 from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import pack, unpack
+from ringstep.contract import check_relative
 from ringstep.errors import RingstepError
+from ringstep.tensor_file import read_json
 
 DATA, INDEX = "quantised.bin", "quantised.json"
 ALIGN = 64
@@ -122,15 +124,26 @@ def save_index(path: Path, index: dict[str, Stored]) -> None:
 
 
 def load_index(path: Path) -> dict[str, Stored]:
-    """Read what save_index wrote."""
+    """Read what save_index wrote. Raises RingstepError for anything else, which may come from anywhere."""
 
     def place(body: Any) -> Place | None:
-        return None if body is None else Place(body["file"], body["offset"], tuple(body["shape"]), body["dtype"])
+        if body is None:
+            return None
+        check_relative(body["file"], "file")
+        numbers = [body["offset"], *body["shape"]]
+        if not all(type(number) is int and 0 <= number < 1 << 56 for number in numbers):
+            raise ValueError("a place that is in no file")
+        return Place(body["file"], body["offset"], tuple(body["shape"]), str(body["dtype"]))
 
     found = {}
-    for name, body in json.loads(path.read_text()).items():
-        q, scale = place(body["q"]), place(body["scale"])
-        assert q is not None and scale is not None
-        shape = (body["shape"][0], body["shape"][1])
-        found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]), place(body["zero"]))
+    for name, body in read_json(path).items():
+        try:
+            q, scale = place(body["q"]), place(body["scale"])
+            if q is None or scale is None:
+                raise ValueError("no numbers or no scale")
+            shape = (int(body["shape"][0]), int(body["shape"][1]))
+            found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]), place(body["zero"]))
+        except (RingstepError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise RingstepError(f"{path}: no weight at {name[:80]!r} ({reason}); export again") from None
     return found
