@@ -311,7 +311,8 @@ class Bisection:
         if index < 0:
             what = "hidden"
         chip, precision = self.spec.target.get("chip"), "a16" if self.spec.scheme else "fp16"
-        scope = Scope(self.part(index), self.clean.block(index, self.n), self.codec, chip, precision)
+        clean = self.clean.block(index, self.n)
+        scope = Scope(self.part(index), clean, self.codec.within(clean.graph), chip, precision)
         feeds = [{name: call.feeds[name + IN] if name + IN in call.feeds else call.feeds[name]
                   for name in self.clean.inputs(index)} for call in self.probes]  # fmt: skip
         outputs = self.clean.outputs(index)
