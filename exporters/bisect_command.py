@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.options import as_json, common, engine_option
 
 SHOWN_NODES = 12
@@ -18,7 +18,8 @@ SHOWN_NODES = 12
 @engine_option
 @click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens a step. Default: each in turn "
               "on ort, the smallest on qnn-sim.")  # fmt: skip
-@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--model", shell_complete=completion.model,
+              help="The original, when it is no longer where the export found it.")  # fmt: skip
 @click.option("--all-nodes", is_flag=True, help="Show every node of the block, not the worst dozen.")
 @as_json
 @common

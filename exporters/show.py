@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from exporters.quantize_report import print_quantised, read_report
 from ringstep import console
 
 
 def show_manifest(manifest: Any) -> dict[str, Any]:
     """What an export reports: folder, stages, and the proof."""
     import json
+
+    from exporters.quantize_report import read_report
 
     stages = [
         {"stage": r.name, "seconds": r.seconds, "peak_rss_anon_bytes": r.peak_rss_anon_bytes,
@@ -55,6 +56,8 @@ def print_export(body: dict[str, Any]) -> None:
         print()
         console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], ops)
     if "quantised" in body:
+        from exporters.quantize_report import print_quantised
+
         print_quantised(body["quantised"])
     if body["parity"] is not None:
         print_reports(body["parity"])
