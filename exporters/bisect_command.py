@@ -26,9 +26,11 @@ SHOWN_NODES = 12
 def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_nodes: bool, json_: bool) -> int:
     """Name the first block, node and stage at which ARTIFACT leaves the original. Leaves with 1 for a fault."""
     from exporters.artifact import checkpoint_of
+
+    checkpoint = checkpoint_of(artifact, model)  # what is no artifact is refused before torch is waited for
     from exporters.bisect import bisect as run
 
-    body = run(artifact, checkpoint_of(artifact, model), engine, n)
+    body = run(artifact, checkpoint, engine, n)
     if json_:
         console.print_json(body)
     else:

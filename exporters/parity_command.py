@@ -96,7 +96,6 @@ def parity(context: click.Context, artifact: Path | None, html: Path | None, win
 def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
     """One engine held against the original."""
     from exporters.artifact import checkpoint_of
-    from exporters.prove import prove
     from ringstep.contract import StepSpec
     from ringstep.text import Text
 
@@ -108,5 +107,7 @@ def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
     if asked.tokens and asked.tokens > spec.context:
         raise RingstepError(f"--tokens {asked.tokens}: must lie in 1..{spec.context}, the artifact's context")
     checkpoint = checkpoint_of(asked.artifact, asked.model)
+    from exporters.prove import prove  # torch and transformers are waited for when all that was given is right
+
     return prove(asked.artifact, checkpoint, {asked.engine or "ort": asked.prompt}, tokens=asked.tokens,
                  threshold_db=asked.min_db, windows=windows)  # fmt: skip

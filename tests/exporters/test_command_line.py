@@ -1,4 +1,4 @@
-"""What Tab offers, asked as bash asks, and that every option of every command says what it is."""
+"""What Tab offers, asked as bash asks; that every option says what it is; that bad input is refused at once."""
 
 from __future__ import annotations
 
@@ -52,3 +52,14 @@ def test_every_option_is_explained() -> None:
         options = [p for p in command.params if isinstance(p, click.Option)]
         assert [option.opts for option in options if not option.help] == [], command.name
         assert command.get_short_help_str(80).rstrip(".") in (command.short_help or command.help or ""), command.name
+
+
+@pytest.mark.parametrize("words", [["bisect", "nowhere"], ["parity", "nowhere"], ["inspect", "nowhere"]])
+def test_no_artifact_is_said_before_anything_heavy_is_waited_for(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom ringstep import console\nfrom exporters.cli import cli\n"
+        f"code = console.run(cli, {words!r})\n"
+        "print(sorted({'torch', 'transformers', 'onnx_ir', 'onnxruntime'} & set(sys.modules)), code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[] 2\n" and "nowhere" in done.stderr, done
