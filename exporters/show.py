@@ -81,9 +81,8 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
             console.line(f"prompt      {answer['prompt']}")
             console.line(f"original    {answer['reference_text']}")
             console.line(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
-        notes = [f"at least {s['threshold_db']:.0f} dB {'in all' if s['scheme'] else 'everywhere'}"]
-        if s["scheme"]:
-            notes.append(f"{s['snr_db']['pooled']:.1f} dB in all")
+        least = f"at least {s['threshold_db']:.0f}"
+        notes = [f"{s['snr_db']['pooled']:.1f} dB in all, {least}" if s["scheme"] else f"{least} dB everywhere"]
         notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
         notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
         notes += ["simulated"] * s["simulated"]
