@@ -55,7 +55,7 @@ class Bisection:
             if not chip:
                 raise RingstepError(f"{folder}: made for no chip, and the simulator needs one; export with --device")
             self.soc = find_device(chip).chip.soc_model
-        self.codec = Codec(folder, self.spec)
+        self.codec = Codec(folder, self.spec, n)
         weights = sum(p.stat().st_size for p in (folder / "onnx").glob("*.bin") if p.name != "embedding.bin")
         self.slow = self.soc is not None and (weights > SLOW_BYTES or bool(self.spec.scheme))
         self.skip = len(self.spec.prefix.ids) if self.spec.prefix else 0
@@ -311,8 +311,7 @@ class Bisection:
         if index < 0:
             what = "hidden"
         chip, precision = self.spec.target.get("chip"), "a16" if self.spec.scheme else "fp16"
-        clean = self.clean.block(index, self.n)
-        scope = Scope(self.part(index), clean, self.codec.within(clean.graph), chip, precision)
+        scope = Scope(self.part(index), self.clean.block(index, self.n), self.codec, chip, precision)
         feeds = [{name: call.feeds[name + IN] if name + IN in call.feeds else call.feeds[name]
                   for name in self.clean.inputs(index)} for call in self.probes]  # fmt: skip
         outputs = self.clean.outputs(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from exporters.quantised import ACTIVATIONS
+from exporters.onnx import graph_file
 from exporters.surgery import Graph, Tensors
-from ringstep.contract import FLOAT32, INTEGERS, Encoding, StepSpec
+from ringstep.contract import FLOAT32, Encoding, StepSpec
 from ringstep.encoding import dequantise, quantise
 from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError
-from ringstep.tensor_file import read_json
 
 
 @dataclass(frozen=True)
@@ -27,59 +25,23 @@ class Call:
     feeds: Tensors
 
 
-def read_encodings(path: Path) -> dict[str, tuple[str, Encoding]]:
-    """The encodings of activations by tensor. Raises RingstepError for what is no such file."""
-    found = {}
-    for name, body in read_json(path).items():
-        try:
-            dtype, scale, zero = body["dtype"], body["scale"], body["zero"]
-            low, high = INTEGERS[dtype]
-            if not (type(scale) is float and FLOAT32[0] <= scale <= FLOAT32[1] and type(zero) is int):
-                raise ValueError
-            if not low <= zero <= high:
-                raise ValueError
-        except (LookupError, TypeError, ValueError):
-            raise RingstepError(f"{path}: no encoding at {name[:80]!r}; export again") from None
-        found[name] = (dtype, Encoding(scale, zero))
-    return found
-
-
 class Codec:
     """Floats to and from what the artifact's tensors hold."""
 
-    def __init__(self, folder: Path, spec: StepSpec) -> None:
+    def __init__(self, folder: Path, spec: StepSpec, n: int) -> None:
         self.dtype = spec.dtype
-        self.roots: dict[str, str] = {}
         self.encodings: dict[str, tuple[str, Encoding]] = {}
-        if spec.scheme and (folder / ACTIVATIONS).is_file():
-            self.encodings = read_encodings(folder / ACTIVATIONS)
-            self.dtype = "float32"
+        if spec.scheme:
+            # Not from activations.json: graphs of other n name other tensors alike, such as a Transpose's.
+            self.encodings = encodings_in(ir.load(folder / "onnx" / graph_file(n)).graph)
+            self.dtype = "float32" if self.encodings else spec.dtype
         for tensor in (*spec.graphs[0].inputs, *spec.graphs[0].outputs):
             if tensor.encoding is not None:
                 self.encodings[tensor.name] = (tensor.dtype, tensor.encoding)
 
-        self.ends = {t.name for g in spec.graphs for t in (*g.inputs, *g.outputs, *g.hidden)}
-
-    def within(self, graph: ir.Graph) -> Codec:
-        """The same for tensors of one float graph: what a move makes is held as what it moves.
-
-        The file of encodings has each name once, and decode and prefill may give one name to different moves.
-        """
-        from quantize.activations import MOVES, is_float
-
-        found = copy.copy(self)
-        found.roots = {}
-        for node in graph:
-            source = next((str(v.name) for v in node.inputs if v is not None and is_float(v)), None)
-            if node.op_type in MOVES and source is not None:
-                made = (str(v.name) for v in node.outputs if v.name not in self.ends)
-                found.roots |= dict.fromkeys(made, found.roots.get(source, source))
-        return found
-
     def own(self, name: str) -> tuple[str, Encoding] | None:
         """The type and encoding of a tensor; None where it is a float."""
-        plain = name.removesuffix("_quantised")
-        return self.encodings.get(self.roots.get(plain, plain))
+        return self.encodings.get(name.removesuffix("_quantised"))
 
     def encode(self, name: str, array: np.ndarray, dtype: str | None = None) -> np.ndarray:
         """Floats as the tensor holds them."""
@@ -94,6 +56,26 @@ class Codec:
         if own is None:
             return array.astype(np.float32) if array.dtype.kind == "f" else array
         return dequantise(array, own[1])
+
+
+def encodings_in(graph: ir.Graph) -> dict[str, tuple[str, Encoding]]:
+    """The type and encoding of every activation of a QDQ graph, by its name without `_quantised`.
+
+    Raises RingstepError where a scale or a zero is none.
+    """
+    found = {}
+    for node in graph:
+        if node.op_type != "DequantizeLinear" or node.inputs[0] is None or node.inputs[0].const_value is not None:
+            continue
+        codes, scale = node.inputs[0], node.inputs[1]
+        if scale is None or scale.const_value is None or scale.const_value.size != 1 or codes.dtype is None:
+            continue
+        zero = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+        own = Encoding(float(scale.const_value.numpy().item()), 0 if zero is None else int(zero.numpy().item()))
+        if not FLOAT32[0] <= own.scale <= FLOAT32[1]:
+            raise RingstepError(f"node {node.name}: a scale of {own.scale:g} is no encoding; export again")
+        found[str(codes.name).removesuffix("_quantised")] = (codes.dtype.numpy().name, own)
+    return found
 
 
 class Exposed:

@@ -149,6 +149,6 @@ def _place(body: Any) -> Place | None:
 
 def _whole(values: Any) -> tuple[int, ...]:
     """Sizes and offsets."""
-    if not all(type(value) is int and value >= 0 for value in values):
+    if not all(type(value) is int and 0 <= value < 1 << 56 for value in values):
         raise ValueError(f"{values} are no sizes")
     return tuple(values)

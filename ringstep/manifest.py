@@ -103,7 +103,7 @@ class Manifest:
             ordinary_size(path)
             data = json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite)
         except FileNotFoundError:
-            raise RingstepError(f"{folder} has no {FILE}: not a ringstep artifact") from None
+            raise RingstepError(f"{folder} has no {FILE}: no artifact; give the folder of an export") from None
         except OSError as error:
             raise RingstepError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:

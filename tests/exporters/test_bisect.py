@@ -143,6 +143,16 @@ def test_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert body["first"]["stage"] == "sanitised"
 
 
+def test_a_quantised_artifact_whose_graphs_name_other_tensors_alike(tmp_path: Path) -> None:
+    # Transpose_output_0 is an int16 key of the decode graph and a uint16 query of the chunk's.
+    out = tmp_path / "w8a16"
+    Line(Job(model=str(SPARK), out=out, format="onnx", precision="w8a16", context=64, chunk=8,
+             calibration_tokens=1024, parity=False)).run()  # fmt: skip
+    for n in (1, 8):
+        body = bisect(out, open_checkpoint(str(SPARK)), "ort", n)
+        assert body["first"]["kind"] == "loss" and body["nodes"], body["verdict"]
+
+
 @pytest.mark.parametrize(("config", "options"), [
     (LLAMA, {"activations": "accurate"}), (LLAMA, {"layout": {"*": "join"}}), (LLAMA, {"embedding": "inside"}),
     (LLAMA, {"precision": "fp16"}), (GEMMA, {}), (GEMMA, {"embedding": "inside", "layout": {"sliding": "roll"}}),

@@ -357,7 +357,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     assert set(contents(tmp_path)) == {"thesis.tex"}
     with pytest.raises(RingstepError, match="not a folder"), open_folder(tmp_path / "thesis.tex"):
         pass
-    with pytest.raises(RingstepError, match="not a ringstep artifact"):
+    with pytest.raises(RingstepError, match="no artifact; give the folder of an export"):
         Manifest.load(tmp_path)
 
 
