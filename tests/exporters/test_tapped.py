@@ -15,6 +15,7 @@ from quantize.store import load_index
 from ringstep.contract import Encoding
 from ringstep.errors import RingstepError
 
+
 def test_encodings_come_from_the_graph() -> None:
     # Prefill's Transpose_output_0 is a move of queries, decode's one of past keys: a file by name has room for one.
     x = ir.val("k_quantised", ir.DataType.INT16, (1,))
