@@ -207,6 +207,15 @@ def test_a_file_that_moves_to_another_stage_drops_the_old_record(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(1), MemoryError()])
+def test_a_failed_build_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
+    stage(tmp_path, writes({"x": "1"}), v=1)
+    before = contents(tmp_path)
+    with pytest.raises(type(error)):
+        stage(tmp_path, raises(error), v=2)
+    assert contents(tmp_path) == before and not list(tmp_path.glob(".a.tmp*"))
+    assert stage(tmp_path, raises(error), v=1).skipped
+
+
 def test_a_folder_where_a_file_belongs(tmp_path: Path) -> None:
     """It is the user's: nothing is removed, nothing moved."""
     with open_folder(tmp_path) as manifest:
@@ -215,15 +224,6 @@ def test_a_folder_where_a_file_belongs(tmp_path: Path) -> None:
             run_stage(manifest, "one", inputs={}, options={}, versions={}, build=writes({"a.bin": "a", "b.bin": "b"}))
         assert not (tmp_path / "a.bin").exists() and "one" not in manifest.stages
     assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
-
-
-def test_a_failed_build_leaves_everything_as_it_was(tmp_path: Path, error: BaseException) -> None:
-    stage(tmp_path, writes({"x": "1"}), v=1)
-    before = contents(tmp_path)
-    with pytest.raises(type(error)):
-        stage(tmp_path, raises(error), v=2)
-    assert contents(tmp_path) == before and not list(tmp_path.glob(".a.tmp*"))
-    assert stage(tmp_path, raises(error), v=1).skipped
 
 
 def test_facts_that_are_no_json_undo_the_stage(tmp_path: Path) -> None:
