@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,14 @@ class Codec:
         if own is None:
             return array.astype(np.float32) if array.dtype.kind == "f" else array
         return dequantise(array, own[1])
+
+
+def either(made: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """A tensor under its own name or that of its quantised form. Raises RingstepError where the graph makes neither."""
+    found = made.get(name, made.get(f"{name}_quantised"))
+    if found is None:
+        raise RingstepError(f"the artifact's graph makes no {name}; export it again")
+    return found
 
 
 class Exposed:

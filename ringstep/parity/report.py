@@ -196,7 +196,8 @@ def feed(session: DecodeSession, ids: Sequence[int], tick: Any = None, sizes: Se
     """
     session.reset()
     largest = max(graph.n for graph in session.spec.graphs)
-    logits, at = [], 0
+    logits: list[np.ndarray] = []
+    at = 0
     while at < len(ids):
         logits.append(session.step(ids[at : at + (sizes[len(logits)] if sizes else largest)]))
         at += len(logits[-1])
