@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -11,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ringstep import console
-from ringstep.contract import StepSpec
+from ringstep.contract import StepSpec, build
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, manifest_of
+from ringstep.files import refuse_pipes
+from ringstep.manifest import FILE, Manifest, StageRecord, manifest_of
 
 if TYPE_CHECKING:
     import numpy as np
 
     from recipes.plan import Options, Plan, Source
     from ringstep.checkpoint import Checkpoint
+
+STAGES_PREFIX = "ringstep-stages-"
 
 
 def is_rotated(stages: Mapping[str, StageRecord]) -> bool:
@@ -28,12 +33,23 @@ def is_rotated(stages: Mapping[str, StageRecord]) -> bool:
     return bool(calibrated and calibrated.options.get("rotate"))
 
 
+def remove_left() -> None:
+    """Remove float weights, gigabytes of a large model, that killed runs of this user left in the temporary folder."""
+    for left in Path(tempfile.gettempdir()).glob(f"{STAGES_PREFIX}*-*"):
+        pid = left.name.removeprefix(STAGES_PREFIX).split("-")[0]
+        with contextlib.suppress(OSError):
+            own = not left.is_symlink() and left.stat().st_uid == os.getuid()
+            if own and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)
+
+
 class Artifact:
     """An artifact folder and, where it is at hand, the checkpoint it was made from; close() frees what was made."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint | None) -> None:
         self.folder, self.checkpoint = folder, checkpoint
         self.spec = StepSpec.load(folder)
+        refuse_pipes(folder)
         self.manifest: Manifest = manifest_of(folder)
         # Of an artifact inside another, such as matmulnbits/, what the export made lies in the outer one.
         self.home = self.manifest.folder
@@ -53,7 +69,9 @@ class Artifact:
         if record is None:
             raise RingstepError(f"{self.folder}: its manifest knows no stage that traced a graph; export it again")
         names = {field.name for field in dataclasses.fields(Options)}
-        return Options(**{name: value for name, value in record.options.items() if name in names})
+        own = {name: value for name, value in record.options.items() if name in names}
+        options: Options = build(Options, own, f"{self.home / FILE}: stages.{record.name}.options")
+        return options
 
     @cached_property
     def weights(self) -> tuple[Plan, Callable[[Source], np.ndarray]]:
@@ -101,7 +119,8 @@ class Artifact:
         from exporters.weights import load_index, write_weights
 
         plan, read = self.weights
-        self.temporary = tempfile.TemporaryDirectory(prefix="ringstep-stages-")
+        remove_left()
+        self.temporary = tempfile.TemporaryDirectory(prefix=f"{STAGES_PREFIX}{os.getpid()}-")
         home = Path(self.temporary.name)
         with console.progress("writing float weights and graphs"):
             write_weights(self.needed(), plan, "float32", home, read=lambda source: [read(source)])

@@ -19,10 +19,10 @@ import onnx_ir as ir
 
 from exporters.clean import Clean, entries_at, watch
 from exporters.compare_nodes import Scope, compare_nodes
-from exporters.onnx import graph_file, hidden_names, traced_file
+from exporters.onnx import graph_file, hidden_names, load_model, traced_file
 from exporters.prove import PROOF_TOKENS, Reference, as_stored, open_reference, proof_ids, two_windows
 from exporters.surgery import IN, Graph, Tensors, expose, extract, in_memory, open_graph, unchain, workshop
-from exporters.tapped import Call, Codec, Exposed
+from exporters.tapped import Call, Codec, Exposed, either
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
@@ -184,7 +184,7 @@ class Bisection:
         opened: list[Graph] = []
         try:
             for path in self.sources():
-                model = ir.load(path)
+                model = load_model(path)
                 how(model, names)
                 opened.append(self.save(model, f"{path.stem}.{tag}"))
         except BaseException:
@@ -239,7 +239,7 @@ class Bisection:
 
     def gathered(self, engine: Exposed, name: str) -> np.ndarray:
         """A kept tensor of all steps, [tokens, width]."""
-        return np.concatenate([k[name] if name in k else k[f"{name}_quantised"] for k in engine.kept])
+        return np.concatenate([either(kept, name) for kept in engine.kept])
 
     def blocks(self, cumulative: Sequence[float]) -> list[Block]:
         """Every block fed the original's states, against the recipe's block in eager torch on the same values."""
@@ -297,8 +297,7 @@ class Bisection:
 
     def result(self, made: Tensors, name: str) -> np.ndarray:
         """A block's output in float32; the residual stream with its rest."""
-        have = made[name] if name in made else made[f"{name}_quantised"]
-        total = self.codec.decode(name, have)
+        total = self.codec.decode(name, either(made, name))
         rest = name.replace("hidden_", "hidden_rest_")
         if rest != name and rest in made:
             total = total + self.codec.decode(rest, made[rest])
@@ -324,7 +323,7 @@ class Bisection:
 
     def part(self, index: int, name: str | None = None) -> ir.Model:
         """The artifact's block as a model of its own."""
-        model = ir.load(self.folder / "onnx" / (name or graph_file(self.n)))
+        model = load_model(self.folder / "onnx" / (name or graph_file(self.n)))
         known = {str(v.name) for node in model.graph for v in node.outputs} | {str(v.name) for v in model.graph.inputs}
         named = lambda plain: plain if plain in known or f"{plain}_quantised" not in known else f"{plain}_quantised"
         contract = [t.name for t in self.graph.inputs]

@@ -24,6 +24,7 @@ from recipes.plan import Options, Plan, Source
 from recipes.step import head_sources, layer_inputs, layer_outputs
 from recipes.weights import key
 from ringstep.contract import DType, GraphSpec, StepSpec, TensorSpec
+from ringstep.errors import RingstepError
 
 IR_VERSION = 11  # the first that carries opset 23
 IR_TYPES: dict[DType, ir.DataType] = {
@@ -205,3 +206,12 @@ def export_graphs(
         ir.save(model, path)
         files[graph.n] = path
     return files
+
+
+def load_model(path: Path) -> ir.Model:
+    """An ONNX file, weights left where they are. Raises RingstepError for what is none."""
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf and onnx-ir have errors of their own
+        reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0][:200]
+        raise RingstepError(f"{path}: cannot be read as an ONNX graph: {reason}; export again") from None

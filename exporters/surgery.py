@@ -223,7 +223,10 @@ def perturb(model: ir.Model, names: Sequence[str]) -> None:
 
 def extract(model: ir.Model, inputs: Iterable[str], outputs: Sequence[str]) -> ir.Model:
     """The part of a model between tensors; of `inputs` only those it reads are kept."""
-    body = ir.convenience.extract(model.graph, list(inputs), list(outputs))
+    try:
+        body = ir.convenience.extract(model.graph, list(inputs), list(outputs))
+    except (ValueError, KeyError) as error:
+        raise RingstepError(f"graph {model.graph.name}: {str(error)[:200]}; export again") from None
     used = [v for v in body.inputs if v.uses()]
     body.inputs.clear()
     body.inputs.extend(used)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
-from exporters.onnx import graph_file
+from exporters.onnx import graph_file, load_model
 from exporters.surgery import Graph, Tensors
 from ringstep.contract import FLOAT32, Encoding, StepSpec
 from ringstep.encoding import dequantise, quantise
@@ -33,7 +33,7 @@ class Codec:
         self.encodings: dict[str, tuple[str, Encoding]] = {}
         if spec.scheme:
             # Not from activations.json: graphs of other n name other tensors alike, such as a Transpose's.
-            self.encodings = encodings_in(ir.load(folder / "onnx" / graph_file(n)).graph)
+            self.encodings = encodings_in(load_model(folder / "onnx" / graph_file(n)).graph)
             self.dtype = "float32" if self.encodings else spec.dtype
         for tensor in (*spec.graphs[0].inputs, *spec.graphs[0].outputs):
             if tensor.encoding is not None:
@@ -75,6 +75,14 @@ def encodings_in(graph: ir.Graph) -> dict[str, tuple[str, Encoding]]:
         if not FLOAT32[0] <= own.scale <= FLOAT32[1]:
             raise RingstepError(f"node {node.name}: a scale of {own.scale:g} is no encoding; export again")
         found[str(codes.name).removesuffix("_quantised")] = (codes.dtype.numpy().name, own)
+    return found
+
+
+def either(made: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """A tensor under its own name or that of its quantised form. Raises RingstepError where the graph makes neither."""
+    found = made.get(name, made.get(f"{name}_quantised"))
+    if found is None:
+        raise RingstepError(f"the artifact's graph makes no {name}; export it again")
     return found
 
 

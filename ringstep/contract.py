@@ -231,13 +231,16 @@ def parse(body: Any) -> StepSpec:
             f"version: {shown(version)} is not {VERSION}; export again with this ringstep, or update it"
         )
     fields = {key: value for key, value in body.items() if key not in ("format", "version")}
-    spec = cast(StepSpec, _build(StepSpec, fields, ""))
+    spec = cast(StepSpec, build(StepSpec, fields, ""))
     _validate(spec)
     return spec
 
 
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """Turn JSON into `kind` (dataclasses, tuples, dicts, unions, literals, scalars), strictly."""
+def build(kind: Any, value: Any, where: str) -> Any:
+    """Turn JSON into `kind` (dataclasses, tuples, dicts, unions, literals, scalars), strictly.
+
+    Raises RingstepError naming the first bad field, which lies at `where`.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
@@ -250,20 +253,20 @@ def _build(kind: Any, value: Any, where: str) -> Any:
             optional = entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
             if entry.name not in value and not optional:
                 raise RingstepError(f"{_join(where, entry.name)}: missing")
-        built = {key: _build(hints[key], item, _join(where, key)) for key, item in value.items()}
+        built = {key: build(hints[key], item, _join(where, key)) for key, item in value.items()}
         return cast(Any, kind)(**built)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise RingstepError(f"{where}: expected a list")
         if args[-1] is Ellipsis:
-            return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+            return tuple(build(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
         if len(value) != len(args):
             raise RingstepError(f"{where}: expected {len(args)} items, found {len(value)}")
-        return tuple(_build(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
+        return tuple(build(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value, strict=True)))
     if origin is dict:
         if not isinstance(value, dict):
             raise RingstepError(f"{where}: expected an object")
-        return {key: _build(args[1], item, _join(where, key)) for key, item in value.items()}
+        return {key: build(args[1], item, _join(where, key)) for key, item in value.items()}
     if origin is Literal:
         if value not in args:
             raise RingstepError(f"{where}: {shown(value)} is none of {', '.join(args)}")
@@ -271,7 +274,7 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None:
             return None
-        return _build(next(a for a in args if a is not type(None)), value, where)
+        return build(next(a for a in args if a is not type(None)), value, where)
     if isinstance(value, int) and abs(value) > INT64_MAX:
         raise RingstepError(f"{where}: too large a number")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

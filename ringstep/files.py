@@ -5,6 +5,7 @@ A folder that came from elsewhere may hold a pipe or a link to a device.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,14 @@ def ordinary_size(path: Path) -> int:
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise RingstepError(f"{path} is not an ordinary file")
     return status.st_size
+
+
+def refuse_pipes(folder: Path) -> None:
+    """Raise RingstepError for a folder with a pipe or a device in it: libraries that open files by name would wait."""
+    for home, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # a link to nothing; who opens it will say so
+                ordinary_size(Path(home, name))
 
 
 def read_small(path: Path) -> bytes:

@@ -12,6 +12,7 @@ from ringstep.contract import QUANTISED, CacheKind, CacheSpec, Encoding, GraphSp
 from ringstep.encoding import Prefix, Table, dequantise, open_prefix, open_table, put
 from ringstep.engines.base import Engine
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import refuse_pipes
 from ringstep.slots import held_positions, visible, writes
 
 ENGINES = ("ort", "qnn-sim")
@@ -56,6 +57,7 @@ class DecodeSession:
         """Open an artifact folder on an engine: "ort" (ONNX Runtime CPU) or "qnn-sim" (the HTP simulator)."""
         folder = Path(path)
         spec = StepSpec.load(folder)
+        refuse_pipes(folder)
         made: Engine
         if engine == "ort":
             from ringstep.engines.ort import OrtEngine

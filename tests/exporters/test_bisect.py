@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,3 +174,42 @@ def test_clean_models_of_other_recipes(tmp_path: Path, config: dict[str, Any], o
     plant(out / "onnx" / "decode.onnx", flipped_rotary, 1)
     body = bisect(out, open_checkpoint(str(model)), "ort")
     assert (body["first"]["kind"], body["first"]["node"]) == ("fault", "/layers.1/attn/Sub"), body["verdict"]
+
+
+@pytest.mark.parametrize("what", ["truncated", "absent", "folder", "pipe", "weights a pipe", "renamed"])
+def test_a_graph_that_is_none(edited: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = edited / "onnx" / ("weights.bin" if what.startswith("weights") else "decode.onnx")
+    content = path.read_bytes()
+    path.unlink()
+    if what == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif what == "folder":
+        path.mkdir()
+    elif what == "renamed":
+        path.write_bytes(content.replace(b"hidden_3", b"hidden_X"))
+    elif what != "absent":
+        os.mkfifo(path)
+    try:
+        assert run("bisect", edited) == 2
+        if what != "renamed":
+            assert run("parity", edited, "--windows", "off") == 2
+    finally:
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    error = capsys.readouterr().err
+    assert "ringstep: error" in error and "internal error" not in error
+
+
+@pytest.mark.parametrize("change", [
+    {"dtype": 5}, {"dtype": "x"}, {"layout": "ring"}, {"layout": {"*": 3}}, {"activations": []}, {"gelu": None},
+])  # fmt: skip
+def test_a_manifest_of_other_options(edited: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    path = edited / "manifest.json"
+    content = path.read_text()
+    body = json.loads(content)
+    body["stages"]["onnx"]["options"] |= change
+    path.write_text(json.dumps(body))
+    try:
+        assert run("bisect", edited) == 2
+    finally:
+        path.write_text(content)
+    assert f"stages.onnx.options.{next(iter(change))}" in capsys.readouterr().err

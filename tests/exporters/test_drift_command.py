@@ -138,3 +138,10 @@ def test_refusals(args: list[str], message: str, made: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert run("parity", made / "llama-out", "--drift", *args, "-q") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_golden_too_short_for_a_slope(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = tmp_path / "short.safetensors"
+    assert run("reference", made / "llama", "-o", golden, "--tokens", 1, "--answer", 0, "-q") == 0
+    assert run("parity", made / "llama-out", "--drift", "--golden", golden, "-q") == 2
+    assert "a slope takes 56 tokens, the golden has 1 that fit" in capsys.readouterr().err

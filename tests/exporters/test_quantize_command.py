@@ -117,6 +117,21 @@ def test_cpu_graphs_compute_the_rounded_model(artifact: str, made: Path, tmp_pat
     same_as_dequantised(made, artifact, tmp_path)
 
 
+def test_a_part_of_an_artifact_knows_its_own_weights(made: Path) -> None:
+    # What windows are held against lies in the outer artifact: onnx/quantised.json, rescaling, the manifest.
+    from exporters.own_weights import OwnWeights
+    from exporters.prove import as_stored
+    from ringstep.checkpoint import open_checkpoint
+    from ringstep.parity.metrics import snr_db
+
+    checkpoint = open_checkpoint(str(made / "model"))
+    inner, outer = (OwnWeights(made / name, checkpoint).truth([3, 5, 8]) for name in ("npu/matmulnbits", "npu"))
+    assert snr_db(outer.logits, inner.logits) > 25
+    for one, other in zip(as_stored(inner, made / "npu/matmulnbits").caches, as_stored(inner, made / "npu").caches,
+                          strict=True):  # fmt: skip
+        assert np.array_equal(one[2], other[2])
+
+
 def test_linears_left_in_float_are_the_checkpoints(copy: Path, tmp_path: Path) -> None:
     floats = "[[override]]\npattern = '*.1.mlp.down_proj'\ndtype = 'float16'\n"
     (copy / "cpu.toml").write_text(CPU.replace("[head]\nbits = 4\nblock = 32\nsymmetric = false",
