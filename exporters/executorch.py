@@ -62,14 +62,18 @@ MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class ForXnnpack(TorchFunctionMode):
-    """Traces torch.split as slices and products over heads as bmm, which XNNPACK takes.
+    """Traces torch.split as slices and products over heads as bmm, which XNNPACK takes; tanh GELU through a sigmoid.
 
     A split stays on the CPU, and so do the expansions that a product of rank 4 comes with: each cuts a delegate in two.
+    XNNPACK's own tanh GELU is good for 84 dB in a step that has 138 dB before it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.split:
             return slices(*args, **(kwargs or {}))
+        if function is F.gelu and (kwargs or {}).get("approximate") == "tanh":
+            x = args[0]  # 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+            return x * torch.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * (x * x)))
         if function in MATMUL and args[0].shape[:-2] == args[1].shape[:-2] and args[0].dim() == 4:
             a, b = (x.reshape(-1, *x.shape[-2:]) for x in args)
             return torch.bmm(a, b).reshape(*args[0].shape[:-1], args[1].shape[-1])

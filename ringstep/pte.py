@@ -15,6 +15,8 @@ from ringstep.files import ordinary_size
 
 HEAD_BYTES = 64
 IDENTIFIER = b"ET12"
+DTYPES = {"FLOAT": "float32", "HALF": "float16", "INT": "int32", "LONG": "int64", "BYTE": "uint8", "CHAR": "int8",
+          "SHORT": "int16"}  # fmt: skip
 LEAST_BLOB_BYTES = 1024  # below this, equal data means nothing
 
 
@@ -33,6 +35,8 @@ def describe(path: Path) -> dict[str, Any]:
         blobs = [(f"segment {i}", data[base + o : base + o + n]) for i, (o, n) in enumerate(segments)]
         blobs += [(f"delegate data {i}", bytes(d.data)) for i, d in enumerate(program.backend_delegate_data)]
         copies = equal_blobs(blobs)
+    if not program.execution_plan:
+        raise RingstepError(f"{path}: damaged: ExecuTorch cannot read a method in it")
     constants = {plan.name: returned(plan) for plan in program.execution_plan if not plan.inputs}
     return {
         "file": str(path), "bytes": size, "version": program.version, "program_bytes": program_bytes,
@@ -74,7 +78,7 @@ def parse(path: Path, data: bytes) -> Any:
 
 def methods(program: Any, constants: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
     """Delegates, CPU kernels, inputs and outputs of each method that computes something."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for plan in program.execution_plan:
         if not plan.inputs:
             continue
@@ -101,7 +105,8 @@ def tensor(value: Any) -> dict[str, Any]:
     """Shape and type of an input or output; of what is no tensor the kind of value."""
     if not hasattr(value, "sizes"):
         return {"shape": [], "dtype": type(value).__name__.lower()}
-    return {"shape": list(value.sizes), "dtype": value.scalar_type.name.lower()}
+    name = value.scalar_type.name
+    return {"shape": list(value.sizes), "dtype": DTYPES.get(name, name.lower())}
 
 
 def returned(plan: Any) -> Any:
