@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +16,7 @@ from recipes.blocks import RMSNorm
 from recipes.plan import Options, Plan, Source
 from recipes.step import DecodeStep
 from ringstep.contract import GraphSpec, StepSpec
-from ringstep.engines.executorch import method_name
+from ringstep.engines.executorch import method_name, quiet
 from ringstep.pte import methods
 
 
@@ -142,16 +139,3 @@ def export_pte(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Sou
     found = methods(made.executorch_program)
     facts = {name: {what: method[what] for what in ("delegates", "cpu_kernels")} for name, method in found.items()}
     return {"bytes": file.stat().st_size, "methods": facts}
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of ExecuTorch's and torchao's own imports and passes."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

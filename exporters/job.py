@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
 # Precisions of each ExecuTorch backend, its default first.
-EXECUTORCH = {"xnnpack": ("fp32",)}
+EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32",)}
 FORMATS = ("qdq", "gptq", "matmulnbits", "encodings", "genie-table")
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
@@ -88,7 +88,7 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
 
 def executorch_precision(job: Job) -> str:
     """The precision of an ExecuTorch export. Raises RingstepError for one that its backend has not."""
-    backend = job.backend or next(iter(EXECUTORCH))
+    backend: str = job.backend or "xnnpack"
     known = EXECUTORCH[backend]
     if job.scheme is not None:
         raise RingstepError(f"--scheme {job.scheme}: {backend} has precisions of its own: {', '.join(known)}")

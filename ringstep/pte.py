@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ringstep.engines.executorch import first_line, require
+from ringstep.engines.executorch import first_line, quiet, require
 from ringstep.errors import RingstepError
 from ringstep.files import ordinary_size
 
@@ -68,7 +68,8 @@ def header(path: Path, head: bytes, size: int) -> tuple[int, int, int]:
 def parse(path: Path, data: bytes) -> Any:
     """The program of a .pte in ExecuTorch's own classes."""
     require()
-    from executorch.exir._serialize._program import _flatbuffer_to_program
+    with quiet():
+        from executorch.exir._serialize._program import _flatbuffer_to_program
 
     try:
         return _flatbuffer_to_program(data)
@@ -112,8 +113,8 @@ def tensor(value: Any) -> dict[str, Any]:
 def returned(plan: Any) -> Any:
     """What a constant method returns: one value, or a list."""
     values = [next(iter(vars(plan.values[index].val).values()), None) for index in plan.outputs]
-    single = plan.container_meta_type.encoded_out_str in ("", "T0#()($)") or len(values) == 1
-    return values[0] if single and len(values) == 1 else values
+    listed = "builtins." in plan.container_meta_type.encoded_out_str  # a list or tuple, by its type in Python
+    return values if listed or len(values) != 1 else values[0]
 
 
 def equal_blobs(blobs: list[tuple[str, bytes]]) -> list[tuple[list[str], int]]:

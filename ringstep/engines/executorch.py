@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +85,8 @@ class ExecutorchEngine:
 
 def load_program(path: Path) -> Any:
     """Open a .pte. Raises RingstepError for a file that is missing or that the runtime refuses."""
-    from executorch.runtime import Runtime, Verification
+    with quiet():
+        from executorch.runtime import Runtime, Verification
 
     if not path.is_file():
         raise RingstepError(f"{path}: no such file")
@@ -94,3 +99,16 @@ def load_program(path: Path) -> Any:
 def first_line(error: Exception) -> str:
     """What the runtime says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of ExecuTorch's and torchao's own imports and passes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

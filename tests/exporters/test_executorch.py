@@ -57,6 +57,7 @@ def test_inspect(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
                    [(t.name, t.shape, t.dtype) for t in getattr(graph, side)]  # fmt: skip
         assert method["delegates"] == {"XnnpackBackend": 1} and not method["cpu_kernels"]
     assert body["constants"]["get_vocab_size"] == spec.vocab and body["constants"]["get_chunk"] == 8
+    assert body["constants"]["get_eos_ids"] == [2] and body["constants"]["get_layer_kinds"] == ["ring 7", "append 31"]
     assert not body["warnings"]
     weights = (out / "onnx/weights.bin").stat().st_size + (out / "onnx/embedding.bin").stat().st_size
     assert body["bytes"] < 1.6 * weights  # two copies would be more
