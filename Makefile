@@ -11,6 +11,7 @@ env: $(STAMP)
 $(STAMP): pyproject.toml Makefile tests/browser/package.json
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Packages go into $(VENV): one to three minutes beside the download, in which pip says nothing."
 # First and alone, so that no other requirement picks a newer torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.*"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"

@@ -35,6 +35,8 @@ class Artifact:
         self.folder, self.checkpoint = folder, checkpoint
         self.spec = StepSpec.load(folder)
         self.manifest: Manifest = manifest_of(folder)
+        # Of an artifact inside another, such as matmulnbits/, what the export made lies in the outer one.
+        self.home = self.manifest.folder
         self.temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -65,7 +67,7 @@ class Artifact:
             from exporters.rescaled import RESCALE, load
             from quantize.folding.rescale import rescaled
 
-            read = rescaled(read, load(self.folder / RESCALE))
+            read = rescaled(read, load(self.home / RESCALE))
         return plan, read
 
     @cached_property
@@ -106,7 +108,7 @@ class Artifact:
             spec = self.float_spec(plan, self.options)
             export_graphs(plan, self.options, spec, load_index(home), home, traced_file)
             for graph in spec.graphs:
-                shutil.copyfile(self.folder / "onnx" / float_file(graph.n), home / float_file(graph.n))
+                shutil.copyfile(self.home / "onnx" / float_file(graph.n), home / float_file(graph.n))
         return home
 
     def close(self) -> None:

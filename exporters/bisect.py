@@ -55,7 +55,7 @@ class Bisection:
             if not chip:
                 raise RingstepError(f"{folder}: made for no chip, and the simulator needs one; export with --device")
             self.soc = find_device(chip).chip.soc_model
-        self.codec = Codec(folder, self.spec)
+        self.codec = Codec(folder, self.spec, n)
         weights = sum(p.stat().st_size for p in (folder / "onnx").glob("*.bin") if p.name != "embedding.bin")
         self.slow = self.soc is not None and (weights > SLOW_BYTES or bool(self.spec.scheme))
         self.skip = len(self.spec.prefix.ids) if self.spec.prefix else 0

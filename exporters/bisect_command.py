@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.options import as_json, common, engine_option
 
 SHOWN_NODES = 12
@@ -18,16 +18,19 @@ SHOWN_NODES = 12
 @engine_option
 @click.option("--graph", "n", type=click.IntRange(1), help="The graph of N tokens a step. Default: each in turn "
               "on ort, the smallest on qnn-sim.")  # fmt: skip
-@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--model", shell_complete=completion.model,
+              help="The original, when it is no longer where the export found it.")  # fmt: skip
 @click.option("--all-nodes", is_flag=True, help="Show every node of the block, not the worst dozen.")
 @as_json
 @common
 def bisect(artifact: Path, engine: str, n: int | None, model: str | None, all_nodes: bool, json_: bool) -> int:
     """Name the first block, node and stage at which ARTIFACT leaves the original. Leaves with 1 for a fault."""
     from exporters.artifact import checkpoint_of
+
+    checkpoint = checkpoint_of(artifact, model)  # what is no artifact is refused before torch is waited for
     from exporters.bisect import bisect as run
 
-    body = run(artifact, checkpoint_of(artifact, model), engine, n)
+    body = run(artifact, checkpoint, engine, n)
     if json_:
         console.print_json(body)
     else:

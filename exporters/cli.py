@@ -15,7 +15,7 @@ from exporters.quantize_command import quantize, schemes
 from exporters.reference_command import reference
 from exporters.report_command import report
 from exporters.show import finish, show_manifest
-from ringstep import __version__, console
+from ringstep import __version__, completion, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common, engine_option
 from sanitize.command import sanitize
@@ -46,13 +46,16 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 
 
 @cli.command(short_help="Export MODEL for a device and prove the result.")
-@click.argument("model")
-@click.option("--device", help="Phone or chip, such as galaxy-s25 (see ringstep devices).")
+@click.argument("model", shell_complete=completion.model)
+@click.option("--device", metavar="NAME", shell_complete=completion.device,
+              help="Phone or chip, such as galaxy-s25 (see ringstep devices).")  # fmt: skip
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn", "executorch"]), default="qnn",
-              show_default=True)  # fmt: skip
+              show_default=True, help="onnx: ONNX graphs alone. qnn: those, and a context binary for the device. "
+              "executorch: those, and a .pte.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["xnnpack"]), help="Of executorch: what the .pte is lowered to. "
               "Default: xnnpack, for CPUs.")  # fmt: skip
-@click.option("--precision", help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
+@click.option("--precision", metavar="NAME", shell_complete=completion.precision,
+              help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
               "Default: fp16 for qnn, fp32 for onnx and executorch.")  # fmt: skip
 @click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")
 @calibration_options
@@ -99,9 +102,9 @@ def export(model: str, device: str | None, format_: Any, backend: Any, precision
 
 @cli.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", required=True)
+@click.option("--prompt", required=True, help="What to answer.")
 @engine_option
-@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Stop after so many tokens.")
 @click.option("--raw", is_flag=True, help="Plain text, without the chat template.")
 @as_json
 @common

@@ -65,7 +65,7 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
         return executorch_precision(job), None
     if job.backend is not None:
         raise RingstepError(f"--backend {job.backend}: goes with --format executorch")
-    precision = job.precision or ("fp16" if job.format == "qnn" else "fp32")
+    precision = job.precision if job.precision is not None else "fp16" if job.format == "qnn" else "fp32"
     if job.scheme is None and precision in DTYPES:
         return precision, None
     import dataclasses
@@ -92,7 +92,7 @@ def executorch_precision(job: Job) -> str:
     known = EXECUTORCH[backend]
     if job.scheme is not None:
         raise RingstepError(f"--scheme {job.scheme}: {backend} has precisions of its own: {', '.join(known)}")
-    precision = job.precision or known[0]
+    precision = job.precision if job.precision is not None else known[0]
     if precision not in known:
         hint = did_you_mean(precision, list(known))
         raise RingstepError(f"--precision {precision!r}: {backend} has {', '.join(known)}{hint}")

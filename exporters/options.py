@@ -22,7 +22,8 @@ def calibration_options(command: Any) -> Any:
 
 def size_options(command: Any) -> Any:
     """--context and --chunk."""
-    context = click.option("--context", type=int, help="Tokens the caches hold. Default: 1024, or the model's limit.")
-    chunk = click.option("--chunk", type=int, default=1, show_default=True,
+    context = click.option("--context", type=int, metavar="N",
+                           help="Tokens the caches hold. Default: 1024, or the model's limit.")  # fmt: skip
+    chunk = click.option("--chunk", type=int, metavar="N", default=1, show_default=True,
                          help="Also export a prefill graph of N tokens.")  # fmt: skip
     return context(chunk(command))

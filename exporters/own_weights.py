@@ -29,10 +29,10 @@ class OwnWeights:
         from recipes.step import DecodeStep, step_spec
         from recipes.weights import key
 
-        home = folder / "onnx"
+        artifact = Artifact(folder, checkpoint)
+        home = artifact.home / "onnx"
         if not (home / INDEX).is_file():
             raise RingstepError(f"{home / INDEX}: not there, so the rounded weights cannot be read; export again")
-        artifact = Artifact(folder, checkpoint)
         own, (plan, original) = artifact.spec, artifact.weights
         index = load_index(home / INDEX)
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from exporters.show import print_positions, print_reports
-from ringstep import console
+from ringstep import completion, console
 from ringstep.errors import RingstepError
 from ringstep.options import as_json, common
 
@@ -29,7 +29,8 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.option("--engine", type=click.Choice(["ort", "qnn-sim", "executorch"]),
               help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
               "executorch: its runtime. --stages runs both unless told ort.")  # fmt: skip
-@click.option("--model", help="The original, when it is no longer where the export found it.")
+@click.option("--model", shell_complete=completion.model,
+              help="The original, when it is no longer where the export found it.")  # fmt: skip
 @click.option("--golden", type=click.Path(path_type=Path),
               help="Compare with what ringstep reference recorded; needs no original.")  # fmt: skip
 @click.option("--tokens", type=click.IntRange(1), help="Length of the text. Default: 200, or two windows.")
@@ -44,7 +45,8 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
 @click.option("--update-baseline", is_flag=True, help="Of the gate: show what has changed, then write its baseline.")
-@click.option("--only", multiple=True, metavar="NAME", help="Of the gate: this tiny model (can be repeated).")
+@click.option("--only", multiple=True, metavar="NAME", shell_complete=completion.gated,
+              help="Of the gate: this tiny model (can be repeated).")  # fmt: skip
 @as_json
 @common
 @click.pass_context
@@ -94,7 +96,6 @@ def parity(context: click.Context, artifact: Path | None, html: Path | None, win
 def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
     """One engine held against the original."""
     from exporters.artifact import checkpoint_of
-    from exporters.prove import prove
     from ringstep.contract import StepSpec
     from ringstep.text import Text
 
@@ -106,5 +107,7 @@ def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
     if asked.tokens and asked.tokens > spec.context:
         raise RingstepError(f"--tokens {asked.tokens}: must lie in 1..{spec.context}, the artifact's context")
     checkpoint = checkpoint_of(asked.artifact, asked.model)
+    from exporters.prove import prove  # torch and transformers are waited for when all that was given is right
+
     return prove(asked.artifact, checkpoint, {asked.engine or "ort": asked.prompt}, tokens=asked.tokens,
                  threshold_db=asked.min_db, windows=windows)  # fmt: skip

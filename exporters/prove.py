@@ -15,7 +15,7 @@ from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest
+from ringstep.manifest import manifest_of
 from ringstep.parity import metrics
 from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
 from ringstep.parity.windows import Mode
@@ -190,7 +190,7 @@ def prove(
 def as_stored(truth: Truth, folder: Path) -> Truth:
     """The original's entries as the artifact's caches hold them: rotated values where its weights were rotated."""
     try:
-        stages = Manifest.load(folder).stages
+        stages = manifest_of(folder).stages
     except RingstepError:  # an artifact without its manifest; nothing is known of it
         return truth
     if not is_rotated(stages):

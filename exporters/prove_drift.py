@@ -63,6 +63,9 @@ def original(folder: Path, spec: StepSpec, reference: Reference | Golden, engine
              ) -> tuple[Truth, int]:  # fmt: skip
     """The reference's generation and the length of its prompt."""
     if isinstance(reference, Golden):
+        if len(reference.fed) < FEWEST_TOKENS:
+            raise RingstepError(f"--drift: a slope takes {FEWEST_TOKENS} tokens, the golden has {len(reference.fed)} "
+                                "that fit; make it with --answer 300, and the context longer")  # fmt: skip
         return reference.truth, reference.prompt
     prompt = proof_ids(spec, folder, min(PROMPT_TOKENS, spec.context))
     count = drift_tokens(spec, engine, len(prompt), tokens)

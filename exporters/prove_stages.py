@@ -66,6 +66,9 @@ def chosen(artifact: Artifact, against: str, engine: str | None) -> tuple[list[S
             absent[stage.name] = reason
         else:
             found.append(stage)
+    simulated = next(stage.name for stage in STAGES if stage.simulated)
+    if engine == "qnn-sim" and simulated in absent:
+        raise RingstepError(f"--engine qnn-sim: {artifact.folder} has no stage {simulated}: {absent[simulated]}")
     if against in absent:
         raise RingstepError(f"--against {against}: {artifact.folder} has no such stage: {absent[against]}")
     return found, absent

@@ -334,7 +334,7 @@ class Quantised:
                 model = ir.load(home / float_file(n))
                 sink = found.sink if self.scheme.sink_prefix == "off" else None
                 own = encode(model.graph, found.seen, self.scheme, self.chip, sink)
-                every |= own
+                every = own | every  # of a name that graphs give to different tensors decode's is told
                 cut |= clipped(model.graph, found.seen, own)
                 ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
             body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)}

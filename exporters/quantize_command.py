@@ -9,7 +9,7 @@ import click
 
 from exporters.options import calibration_options, size_options
 from exporters.show import finish, show_manifest
-from ringstep import console
+from ringstep import completion, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common
 
@@ -26,10 +26,13 @@ def parse_formats(context: click.Context, parameter: click.Parameter, values: tu
 
 
 @click.command(short_help="Quantise MODEL and write its weights in one or several formats.")
-@click.argument("model")
-@click.option("--scheme", required=True, help="A preset (see ringstep schemes), or a .toml file of your own.")
-@click.option("--device", help="Phone or chip whose NPU the graphs are for (see ringstep devices).")
-@click.option("--format", "formats", multiple=True, callback=parse_formats,
+@click.argument("model", shell_complete=completion.model)
+@click.option("--scheme", required=True, metavar="NAME|FILE", shell_complete=completion.scheme_or_file,
+              help="A preset (see ringstep schemes), or a .toml file of your own.")  # fmt: skip
+@click.option("--device", metavar="NAME", shell_complete=completion.device,
+              help="Phone or chip whose NPU the graphs are for (see ringstep devices).")  # fmt: skip
+@click.option("--format", "formats", multiple=True, callback=parse_formats, metavar="NAME",
+              shell_complete=completion.format_,
               help="qdq, gptq, matmulnbits, encodings or genie-table; several times, or a,b. "
               "Default: qdq, or matmulnbits for a scheme of weights alone.")  # fmt: skip
 @calibration_options
@@ -59,7 +62,7 @@ def quantize(model: str, scheme: str, device: str | None, formats: tuple[str, ..
 
 
 @click.command(short_help="List quantisation schemes, or print one as a file.")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.scheme)
 @as_json
 @common
 def schemes(name: str | None, json_: bool) -> int:

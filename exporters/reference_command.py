@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.errors import RingstepError
 from ringstep.options import as_json, common
 
@@ -33,7 +32,7 @@ def parse_ids(context: click.Context, parameter: click.Parameter, value: str | N
 
 
 @click.command(short_help="Record what the original says of a text, for parity without transformers.")
-@click.argument("model")
+@click.argument("model", shell_complete=completion.model)
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The golden, a .safetensors file.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="A text file to feed.")
 @click.option("--text", help="A text to feed. Default: the one that ships with ringstep.")
@@ -91,6 +90,8 @@ def reference(model: str, out: Path, prompt_file: Path | None, text: str | None,
 def ids_of(checkpoint: Checkpoint, vocab: int, given: str | None, chat: bool, tokens: int | None,
            begin: list[int] | None) -> list[int]:  # fmt: skip
     """The ids to feed: of a text where the checkpoint has a tokenizer, else seeded random ones."""
+    import tempfile
+
     import numpy as np
 
     from exporters.calibration import first_token

@@ -10,7 +10,7 @@ from ringstep import console
 from ringstep.options import as_json, common
 
 
-@click.command()
+@click.command(short_help="Put what is known of an artifact on one HTML page.")
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: DIR/report.html.")
 @as_json

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from exporters.quantize_report import print_quantised, read_report
 from ringstep import console
 
 
 def show_manifest(manifest: Any) -> dict[str, Any]:
     """What an export reports: folder, stages, and the proof."""
     import json
+
+    from exporters.quantize_report import read_report
 
     stages = [
         {"stage": r.name, "seconds": r.seconds, "peak_rss_anon_bytes": r.peak_rss_anon_bytes,
@@ -55,6 +56,8 @@ def print_export(body: dict[str, Any]) -> None:
         print()
         console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], ops)
     if "quantised" in body:
+        from exporters.quantize_report import print_quantised
+
         print_quantised(body["quantised"])
     if body["parity"] is not None:
         print_reports(body["parity"])
@@ -78,9 +81,8 @@ def print_reports(reports: list[dict[str, Any]]) -> None:
             console.line(f"prompt      {answer['prompt']}")
             console.line(f"original    {answer['reference_text']}")
             console.line(f"{s['engine']:11} {answer['text']}  [{answer['verdict']}]")
-        notes = [f"at least {s['threshold_db']:.0f} dB {'in all' if s['scheme'] else 'everywhere'}"]
-        if s["scheme"]:
-            notes.append(f"{s['snr_db']['pooled']:.1f} dB in all")
+        least = f"at least {s['threshold_db']:.0f}"
+        notes = [f"{s['snr_db']['pooled']:.1f} dB in all, {least}" if s["scheme"] else f"{least} dB everywhere"]
         notes += [f"{s['activations']} activations"] * (s["dtype"] == "float16")
         notes += [f"{s['ambiguous']} near tie{'s' * (s['ambiguous'] > 1)}"] * (s["ambiguous"] > 0)
         notes += ["simulated"] * s["simulated"]

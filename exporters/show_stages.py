@@ -101,9 +101,9 @@ def print_stage_layers(body: dict[str, Any]) -> None:
     cells: dict[int, dict[str, str]] = {}
     for stage in stages:
         for c in stage["caches"]:
-            cells.setdefault(c["layer"], {})[stage["stage"]] = f"{c['key_db']:.1f} / {c['value_db']:.1f}"
+            cells.setdefault(c["layer"], {})[stage["stage"]] = f"{c['key_db']:.1f}/{c['value_db']:.1f}"
     rows = [[layer, *(own.get(s["stage"], "") for s in stages)] for layer, own in sorted(cells.items())]
-    console.table("cache entries, keys / values in dB by layer", ["layer", *(s["stage"] for s in stages)], rows)
+    console.table("cache entries, keys/values in dB by layer", ["layer", *(s["stage"] for s in stages)], rows)
 
 
 def print_drift(body: dict[str, Any], positions: bool) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
-from exporters.quantised import ACTIVATIONS
+from exporters.onnx import graph_file
 from exporters.surgery import Graph, Tensors
-from ringstep.contract import Encoding, StepSpec
+from ringstep.contract import FLOAT32, Encoding, StepSpec
 from ringstep.encoding import dequantise, quantise
 from ringstep.engines.base import Arrays
+from ringstep.errors import RingstepError
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class Call:
 class Codec:
     """Floats to and from what the artifact's tensors hold."""
 
-    def __init__(self, folder: Path, spec: StepSpec) -> None:
+    def __init__(self, folder: Path, spec: StepSpec, n: int) -> None:
         self.dtype = spec.dtype
         self.encodings: dict[str, tuple[str, Encoding]] = {}
-        if spec.scheme and (folder / ACTIVATIONS).is_file():
-            body = json.loads((folder / ACTIVATIONS).read_text())
-            self.encodings = {k: (e["dtype"], Encoding(e["scale"], e["zero"])) for k, e in body.items()}
-            self.dtype = "float32"
+        if spec.scheme:
+            # Not from activations.json: graphs of other n name other tensors alike, such as a Transpose's.
+            self.encodings = encodings_in(ir.load(folder / "onnx" / graph_file(n)).graph)
+            self.dtype = "float32" if self.encodings else spec.dtype
         for tensor in (*spec.graphs[0].inputs, *spec.graphs[0].outputs):
             if tensor.encoding is not None:
                 self.encodings[tensor.name] = (tensor.dtype, tensor.encoding)
@@ -55,6 +56,26 @@ class Codec:
         if own is None:
             return array.astype(np.float32) if array.dtype.kind == "f" else array
         return dequantise(array, own[1])
+
+
+def encodings_in(graph: ir.Graph) -> dict[str, tuple[str, Encoding]]:
+    """The type and encoding of every activation of a QDQ graph, by its name without `_quantised`.
+
+    Raises RingstepError where a scale or a zero is none.
+    """
+    found = {}
+    for node in graph:
+        if node.op_type != "DequantizeLinear" or node.inputs[0] is None or node.inputs[0].const_value is not None:
+            continue
+        codes, scale = node.inputs[0], node.inputs[1]
+        if scale is None or scale.const_value is None or scale.const_value.size != 1 or codes.dtype is None:
+            continue
+        zero = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
+        own = Encoding(float(scale.const_value.numpy().item()), 0 if zero is None else int(zero.numpy().item()))
+        if not FLOAT32[0] <= own.scale <= FLOAT32[1]:
+            raise RingstepError(f"node {node.name}: a scale of {own.scale:g} is no encoding; export again")
+        found[str(codes.name).removesuffix("_quantised")] = (codes.dtype.numpy().name, own)
+    return found
 
 
 class Exposed:

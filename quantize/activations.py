@@ -141,19 +141,23 @@ def encode(graph: ir.Graph, seen: Mapping[str, Seen], scheme: Scheme, chip: Chip
     for name, top in group.items():
         members.setdefault(top, []).append(name)
     found: dict[str, Activation | None] = {}
-    ends = {str(v.name) for v in (*graph.inputs, *graph.outputs)}
+    # A step's inputs and outputs are of one type, and HTP's linears read and write one width, never floats.
+    plain = {str(v.name) for v in (*graph.inputs, *graph.outputs)}
+    if chip is not None:
+        linears = [node for node in graph if node.op_type == "Gemm"]
+        plain |= {str(v.name) for node in linears for v in (node.inputs[0], node.outputs[0]) if v is not None}
     masked = {str(node.outputs[0].name): node for node in graph if masks(node)}
     mask = Activation("uint16", Encoding(float(np.float32(mask_depth(graph, seen) / 65535)), 65535))
     fixed = {str(node.outputs[0].name): FIXED[node.op_type] for node in graph if node.op_type in FIXED}
     for names in members.values():
         special = next((n for n in names if n in fixed), None)
         own: Activation | None
-        if special is not None and scheme.activations.bits == 16:
+        if special is not None and scheme.activations.bits == 16 and bits_of(role[special], scheme) == 16:
             own = Activation("uint16", fixed[special])
         elif any(n.startswith("mask_") for n in names):
             own = mask
         else:
-            own = from_seen(graph, names, seen, role, scheme, chip, masked, not ends.isdisjoint(names), sink or {})
+            own = from_seen(graph, names, seen, role, scheme, chip, masked, not plain.isdisjoint(names), sink or {})
         found.update(dict.fromkeys(names, own))
     return found
 
@@ -185,9 +189,9 @@ def bits_of(role: str, scheme: Scheme) -> int:
 
 
 def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role: Mapping[str, str], scheme: Scheme,
-              chip: Chip | None, masked: Mapping[str, ir.Node], end: bool, sink: Mapping[str, Seen],
+              chip: Chip | None, masked: Mapping[str, ir.Node], plain: bool, sink: Mapping[str, Seen],
               ) -> Activation | None:  # fmt: skip
-    """A group's encoding from its members' histories; `end`: inputs or outputs are among them, which are integers."""
+    """A group's encoding from its members' histories; `plain`: one of them can only be what most activations are."""
     cached = any(n.startswith("past_") for n in names)
     node = next((masked[n] for n in names if n in masked), None)
     known = [n.replace("present_", "new_") for n in sorted(names)]  # what `roll` returns calibration knows as new
@@ -199,15 +203,14 @@ def from_seen(graph: ir.Graph, names: list[str], seen: Mapping[str, Seen], role:
     if not np.isfinite([whole.low, whole.high]).all():
         raise RingstepError(f"tensor {sorted(names)[0]}: values that are not finite during calibration")
     kind = "cache" if cached else next((role[n] for n in sorted(names) if n in role), "other")
-    bits = scheme.cache.bits if cached else bits_of(kind, scheme)
-    if bits == 0 and not end:
+    bits = scheme.cache.bits if cached else scheme.activations.bits if plain else bits_of(kind, scheme)
+    if bits == 0:
         return None
-    bits = bits or scheme.activations.bits
     tokens = [sink[n] for n in known if n in sink]
     if tokens and not cached and node is None:
         own = merge(tokens)
         far = max(abs(own.low), abs(own.high)) > SINK_REACH * max(abs(whole.low), abs(whole.high))
-        if far and not end and (chip is None or chip.fp16):
+        if far and not plain and (chip is None or chip.fp16):
             return None
         whole = merge([whole, own])
     # HTP's MatMul keeps a second operand of int16 with zero 0; uint16 it cuts to 8 bits, on v68 and v69 always

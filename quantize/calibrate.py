@@ -23,6 +23,7 @@ from quantize.walk import Entries, prefix_through, through
 from recipes.step import head_sources
 from recipes.weights import key
 from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size
 
 Tick = Callable[[int], Any]
 SINK_RATIO = 20.0  # a massive activation is this many times what other positions reach (SmolLM2: 35 and more)
@@ -201,6 +202,7 @@ def save(path: Path, found: Calibration) -> None:
 def load(path: Path) -> Calibration:
     """Read what save wrote. Raises RingstepError for anything else."""
     try:
+        ordinary_size(path)  # a pipe would wait for ever
         with np.load(path, allow_pickle=False) as body:
             edges, counts = body["edges"], body["counts"].astype(np.float64)
             if counts.shape != (len(edges), BINS) or len(body["names"]) != len(edges):

@@ -120,8 +120,13 @@ def at_logits(model: Model, last: np.ndarray) -> list[Tensor]:
         likely = logits.log_softmax(-1).gather(-1, drawn).sum()
         (fisher,) = torch.autograd.grad(likely, x, retain_graph=True)
         (square,) = torch.autograd.grad(logits, x, signs)
-        back.append(fisher / fisher.norm() + square / square.norm())
+        back.append(unit(fisher) + unit(square))
     return back
+
+
+def unit(grad: Tensor) -> Tensor:
+    """A gradient with an energy of 1, unless it is zero."""
+    return grad / grad.norm().clamp(min=torch.finfo(grad.dtype).tiny)
 
 
 def draw(logits: Tensor, random: torch.Generator) -> Tensor:

@@ -24,6 +24,7 @@ from ringstep.errors import RingstepError, did_you_mean
 HEAD, EMBEDDING = "head", "embedding"
 PER_CHANNEL_BITS = 8  # weights raised to so many bits get a scale a channel: blocks of 8 bits run on no HTP
 LPBQ_BITS: Literal[4] = 4
+LONGEST_BLOCK = 1 << 16
 
 Bits = Literal[2, 3, 4, 8, 16]
 Method = Literal["min-max", "percentile", "mse", "entropy"]
@@ -184,6 +185,8 @@ def contradiction(weights: Weights) -> str:
         return "" if same else "other keys have no meaning with dtype = 'float16'; set dtype = 'int' beside them"
     if weights.block is not None and (weights.block < 16 or weights.block & (weights.block - 1)):
         return f"block must be a power of two, 16 or more, not {weights.block} (0 or no block: a scale a channel)"
+    if weights.block is not None and weights.block > LONGEST_BLOCK:
+        return f"block = {weights.block} is longer than rows are; leave block out for a scale a channel"
     if weights.two_level and weights.block is None:
         return "two_level needs blocks; set block, such as 32"
     if weights.two_level and (weights.bits != LPBQ_BITS or not weights.symmetric):
@@ -244,15 +247,20 @@ def refuse(scheme: Scheme, chip: Chip, paths: Iterable[str] = ()) -> None:
             f"{at}: {integers[0]} has integer weights and float activations, which only CPUs take; "
             "set [activations] bits = 16"
         )
+    if activations == 8:
+        raise RingstepError(f"{at}: it takes no norms of 8-bit activations; set [activations] bits = 16")
+    if chip.arch < 69 and 8 in dataclasses.astuple(scheme.exceptions):
+        raise RingstepError(f"{at}: no operator there reads 16-bit activations and writes 8-bit ones; leave the 8 of "
+                            "[exceptions] out")  # fmt: skip
     if not chip.fp16 and (activations == 0 or floats or 0 in dataclasses.astuple(scheme.exceptions)):
         what = f"{floats[0]} is" if floats else "some activations are"
         raise RingstepError(f"{at}: {what} in float16, which it does not compute; use integers throughout")
     for path in integers:
-        if reason := _refused(every[path], activations, chip):
+        if reason := _refused(every[path], chip):
             raise RingstepError(f"{at}: {path}: {reason}")
 
 
-def _refused(weights: Weights, activations: int, chip: Chip) -> str:
+def _refused(weights: Weights, chip: Chip) -> str:
     if weights.bits < 4:
         return f"{weights.bits}-bit weights come out wrong there; use 4 or 8 bits"
     if not weights.symmetric:
@@ -261,8 +269,6 @@ def _refused(weights: Weights, activations: int, chip: Chip) -> str:
         return "plain blocks would fall back to the CPU; set two_level = true (4 bits), or leave block out"
     if weights.two_level and not chip.lpbq:
         return "two-level blocks (LPBQ) need v69 or newer; leave block and two_level out"
-    if weights.bits == 16 and activations == 8:
-        return "16-bit weights are refused with 8-bit activations; use 8 bits"
     if weights.bits == 16 and chip.arch < 73:
         return "16-bit weights with 16-bit activations need v73 or newer; use 8 bits"
     return ""

@@ -17,7 +17,9 @@ import numpy as np
 
 from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import pack, unpack
+from ringstep.encoding import mapped
 from ringstep.errors import RingstepError
+from ringstep.files import read_text
 
 DATA, INDEX = "quantised.bin", "quantised.json"
 ALIGN = 64
@@ -108,12 +110,11 @@ def array_at(folder: Path, place: Place) -> np.ndarray:
     bits = next((bits for bits in PACKED if place.dtype in (f"int{bits}", f"uint{bits}")), 0)
     try:
         if bits:
-            raw: np.ndarray = np.memmap(path, np.uint8, "r", place.offset, (-(-count * bits // 8),))
+            raw = mapped(path, "uint8", place.offset, (-(-count * bits // 8),))
             return unpack(np.asarray(raw), bits, count, signed=place.dtype.startswith("i")).reshape(place.shape)
-        return np.asarray(np.memmap(path, place.dtype, "r", place.offset, place.shape))
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise RingstepError(f"{path}: no {place.dtype} {list(place.shape)} there ({reason}); quantise again") from None
+        return np.asarray(mapped(path, place.dtype, place.offset, place.shape))
+    except RingstepError as error:
+        raise RingstepError(f"{error}; quantise again") from None
 
 
 def save_index(path: Path, index: dict[str, Stored]) -> None:
@@ -122,15 +123,32 @@ def save_index(path: Path, index: dict[str, Stored]) -> None:
 
 
 def load_index(path: Path) -> dict[str, Stored]:
-    """Read what save_index wrote."""
-
-    def place(body: Any) -> Place | None:
-        return None if body is None else Place(body["file"], body["offset"], tuple(body["shape"]), body["dtype"])
-
+    """Read what save_index wrote. Raises RingstepError for anything else."""
     found = {}
-    for name, body in json.loads(path.read_text()).items():
-        q, scale = place(body["q"]), place(body["scale"])
-        assert q is not None and scale is not None
-        shape = (body["shape"][0], body["shape"][1])
-        found[name] = Stored(Grid(**body["grid"]), shape, q, scale, place(body["steps"]), place(body["zero"]))
+    try:
+        for name, body in json.loads(read_text(path)).items():
+            q, scale, steps, zero = (_place(body[key]) for key in ("q", "scale", "steps", "zero"))
+            outputs, inputs = _whole(body["shape"])
+            if q is None or scale is None:
+                raise ValueError(f"{name} has no numbers")
+            found[name] = Stored(Grid(**body["grid"]), (outputs, inputs), q, scale, steps, zero)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise RingstepError(f"{path}: no index of rounded weights ({reason}); quantise again") from None
     return found
+
+
+def _place(body: Any) -> Place | None:
+    if body is None:
+        return None
+    (offset,) = _whole([body["offset"]])
+    if Path(body["file"]).name != body["file"]:
+        raise ValueError(f"{body['file']} is no file beside it")
+    return Place(body["file"], offset, _whole(body["shape"]), str(body["dtype"]))
+
+
+def _whole(values: Any) -> tuple[int, ...]:
+    """Sizes and offsets."""
+    if not all(type(value) is int and 0 <= value < 1 << 56 for value in values):
+        raise ValueError(f"{values} are no sizes")
+    return tuple(values)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FAILURE = 2
 GATE_FAILED = 1
+SAY_SECONDS = 30  # between lines of progress where stderr is no terminal
 _OWN_FAULT = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG,
               errno.EMFILE, errno.ENFILE, errno.EIO, errno.ELOOP)  # fmt: skip
 _NUMBER = re.compile(r"[-+]?[\d.,]+( [\w%/]+){0,3}|-?")  # with a unit, or nothing
@@ -48,12 +49,13 @@ _live: Progress | None = None
 def progress(description: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
     """Show a bar (a spinner without `total`) on stderr; yields a function that advances it by an amount.
 
-    Where stderr is no terminal, one line once the block has taken over two seconds. Nothing with --quiet.
+    Where stderr is no terminal, a line every half minute, and one once a block of over two seconds has ended. Nothing
+    with --quiet.
     """
     global _live
     start = time.monotonic()
     if settings.quiet or not sys.stderr or not sys.stderr.isatty():
-        yield lambda amount: None
+        yield _said_now_and_then(description, total, start)
         if time.monotonic() - start > 2:
             say(f"{description}: {human_seconds(time.monotonic() - start)}")
         return
@@ -232,6 +234,20 @@ def _usage(error: click.ClickException) -> str:
             hint = did_you_mean(given[1], map(str, choice.choices))
     help_at = f"; see `{context.command_path} --help`" if context else ""
     return message.rstrip(".") + hint + help_at
+
+
+def _said_now_and_then(description: str, total: float | None, start: float) -> Callable[[float], None]:
+    done, last = 0.0, start
+
+    def advance(amount: float) -> None:
+        nonlocal done, last
+        done, now = done + amount, time.monotonic()
+        if now - last >= SAY_SECONDS:
+            last = now
+            share = f"{min(100, 100 * done / total):.0f} % " if total else ""
+            say(f"{description}: {share}after {human_seconds(now - start)}")
+
+    return advance
 
 
 def _new_progress() -> Progress:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ringstep.contract import INTEGERS, Encoding, PrefixSpec, StepSpec, TensorSpec
 from ringstep.errors import RingstepError
+from ringstep.files import ordinary_size
 
 
 def quantise(values: np.ndarray, encoding: Encoding, dtype: str) -> np.ndarray:
@@ -45,6 +46,18 @@ class Table:
         return rows if self.scales is None else rows.astype(np.float32) * self.scales[ids][:, None]
 
 
+def mapped(path: Path, dtype: str | type, offset: int, shape: Sequence[int]) -> np.ndarray:
+    """An array of a file, mapped read-only. Raises RingstepError where the file does not hold it."""
+    try:
+        # A pipe would wait for ever, and a negative offset counts from elsewhere.
+        if ordinary_size(path) < offset or offset < 0:
+            raise ValueError("it lies outside the file")
+        return np.memmap(path, dtype, "r", offset, tuple(shape))
+    except (OSError, ValueError, TypeError, OverflowError, RingstepError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+        raise RingstepError(f"{path}: no {dtype} {list(shape)} there ({reason})") from None
+
+
 def open_table(folder: Path, spec: StepSpec) -> Table | None:
     """The embedding table, mapped read-only from the artifact (rows are read when used)."""
     if spec.embedding is None:
@@ -52,12 +65,12 @@ def open_table(folder: Path, spec: StepSpec) -> Table | None:
     own = spec.embedding
     path = folder / own.file
     try:
-        values = np.memmap(path, own.dtype, "r", own.offset, own.shape)
-        scales = None if own.scales is None else np.memmap(path, "float32", "r", own.scales, (own.shape[0],))
-        if scales is not None and not (np.isfinite(scales).all() and (scales > 0).all() and (scales < 1e30).all()):
-            raise ValueError("its scales are no positive numbers")
-    except (OSError, ValueError) as error:
-        raise RingstepError(f"{path}: no embedding table {list(own.shape)} there ({error}); export again") from None
+        values = mapped(path, own.dtype, own.offset, own.shape)
+        scales = None if own.scales is None else mapped(path, "float32", own.scales, (own.shape[0],))
+    except RingstepError as error:
+        raise RingstepError(f"{error}, which is the embedding table; export again") from None
+    if scales is not None and not (np.isfinite(scales).all() and (scales > 0).all() and (scales < 1e30).all()):
+        raise RingstepError(f"{path}: the scales of the embedding table are no positive numbers; export again")
     return Table(values, scales)
 
 
@@ -81,7 +94,7 @@ def open_prefix(folder: Path, spec: StepSpec) -> Prefix | None:
               for cache in spec.caches for what in ("key", "value")]  # fmt: skip
     expected = sum(int(np.prod(shape)) * dtype.itemsize for _, shape, dtype in shapes) + 4 * count * spec.vocab
     try:
-        raw = path.read_bytes() if path.stat().st_size == expected else b""
+        raw = path.read_bytes() if ordinary_size(path) == expected else b""
     except OSError as error:
         raise RingstepError(f"{path}: the sink prefix cannot be read ({error.strerror}); export again") from None
     if len(raw) != expected:

@@ -103,7 +103,7 @@ class Manifest:
             ordinary_size(path)
             data = json.loads(path.read_text("utf-8"), parse_constant=_finite, parse_float=_finite)
         except FileNotFoundError:
-            raise RingstepError(f"{folder} has no {FILE}: not a ringstep artifact") from None
+            raise RingstepError(f"{folder} has no {FILE}: no artifact; give the folder of an export") from None
         except OSError as error:
             raise RingstepError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -337,7 +337,8 @@ def _commit(manifest: Manifest, record: StageRecord, temporary: Path) -> None:
     }
     stale = earlier.outputs.keys() - record.outputs.keys() if earlier else set()
     for name in (*record.outputs, *stale):
-        manifest.path(name)  # refuses before anything changed
+        if manifest.path(name).is_dir() and name in record.outputs:  # refuses before anything changed
+            raise RingstepError(f"{folder / name}: a folder, where stage {record.name} writes a file; move it away")
     # All that takes disk space comes before the first file moves.
     written = temporary / f".{FILE}"
     dataclasses.replace(manifest, stages=kept | {record.name: record})._write(written)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common
 
@@ -25,8 +25,10 @@ ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step
 
 @click.command(short_help="Make an ONNX model fit for a target.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--target", default="qnn-htp", show_default=True, help="qnn-htp, ort-mobile or xnnpack.")
-@click.option("--chip", help="Phone or chip for qnn-htp. Default: sm8750.")
+@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=completion.target,
+              help="qnn-htp, ort-mobile or xnnpack.")  # fmt: skip
+@click.option("--chip", metavar="NAME", shell_complete=completion.device,
+              help="Phone or chip for qnn-htp. Default: sm8750.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp16", "a16", "fp32"]),
               help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Weights go into OUT.data beside it.")
@@ -35,8 +37,10 @@ ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step
 @click.option("--inputs", type=click.Path(path_type=Path),
               help="An .npz of real inputs: rewrites happen only where their values need them.")  # fmt: skip
 @click.option("--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Fix a dynamic dim, as batch=1 (repeatable).")
-@click.option("--skip", multiple=True, metavar="PASS", help="Leave a pass out (repeatable).")
-@click.option("--with", "extra", multiple=True, metavar="LAYOUT", help="Add a layout that is off by default.")
+@click.option("--skip", multiple=True, metavar="PASS", shell_complete=completion.pass_,
+              help="Leave a pass out (repeatable).")  # fmt: skip
+@click.option("--with", "extra", multiple=True, metavar="LAYOUT", shell_complete=completion.layout,
+              help="Add a layout that is off by default.")  # fmt: skip
 @as_json
 @common
 def sanitize(model: Path, target: str, chip: str | None, precision: str | None, out: Path | None,

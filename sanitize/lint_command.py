@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.options import as_json, common
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ SHOWN = 3  # findings of one rule in the table; -v and --json have all
 
 @click.command(short_help="Say what a target would refuse in an ONNX model.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--target", default="qnn-htp", show_default=True, help="qnn-htp, ort-mobile or xnnpack.")
-@click.option("--chip", help="Phone or chip for qnn-htp. Default: sm8750.")
+@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=completion.target,
+              help="qnn-htp, ort-mobile or xnnpack.")  # fmt: skip
+@click.option("--chip", metavar="NAME", shell_complete=completion.device,
+              help="Phone or chip for qnn-htp. Default: sm8750.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp16", "a16", "fp32"]),
               help="What floats are computed in: fp16, 16 bit quantised (a16) or fp32.")  # fmt: skip
 @click.option("--inputs", type=click.Path(path_type=Path),

@@ -15,6 +15,7 @@ from exporters.report_html import measured, sections
 from exporters.report_html.parts import Card, Cell, Page, Section, Table, figure, plain, size, table
 from exporters.report_html.read import PARITY, Artifact, find_artifacts, get, items, number, read_artifact, text
 from ringstep import __version__, console
+from ringstep.errors import RingstepError
 from ringstep.files import write_whole
 
 FILE = "report.html"
@@ -180,6 +181,9 @@ def bokeh_script() -> str:
 
 
 def write(path: Path, html: str) -> None:
-    """Write a page, all of it or nothing. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, html, errors="replace")
+    """Write a page, all of it or nothing. Raises RingstepError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, html, errors="replace")
+    except OSError as error:
+        raise RingstepError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -24,7 +24,7 @@ def open_session(model: str | bytes, name: str, threads: int, optimised: bool = 
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # a refusal is raised, and said in one line
     # Its fused kernel for quantised weights would round activations to 8 bits (46 dB); an unknown key is ignored.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if not fused:

@@ -8,23 +8,24 @@ from typing import Any
 import numpy as np
 
 from ringstep.parity.metrics import agreement
-from ringstep.parity.report import CacheEntries, Report, Truth, compare_entries, compare_logits
+from ringstep.parity.report import CacheEntries, Report, Truth, compare_entries, compare_logits, steps
 from ringstep.session import DecodeSession
 
 
 def record(session: DecodeSession, ids: Sequence[int], source: str, tick: Callable[[int], Any] | None = None,
            each: int | None = None) -> Truth:  # fmt: skip
-    """Feed a text from position 0 on, `each` tokens at a time (default: the largest graph's).
+    """Feed a text from position 0 on, `each` tokens at a time (default: as `steps` says, every graph runs).
 
     Returns every logit and every cache entry as it was when it was new, long before a ring overwrites it. Of a chunk
     longer than a ring only what the ring still holds is seen.
     """
     session.reset()
-    step = each or max(graph.n for graph in session.spec.graphs)
+    sizes = [each] * -(-len(ids) // each) if each else steps(session.spec, len(ids))
     logits: list[np.ndarray] = []
     parts: list[list[CacheEntries]] = [[] for _ in session.spec.caches]
-    for at in range(0, len(ids), step):
-        logits.append(session.step(ids[at : at + step]))
+    for size in sizes:
+        at = session.position
+        logits.append(session.step(ids[at : at + size]))
         for layer, own in enumerate(parts):
             positions, keys, values = session.entries(layer)
             new = positions >= at

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
-from ringstep import console
+from ringstep import completion, console
 from ringstep.errors import RingstepError
 from ringstep.options import as_json, common
 
 
 @click.command(short_help="Measure a chip's operators on the simulator.")
-@click.option("--chip", required=True, help="Chip or phone, such as sm8750 (see ringstep devices).")
+@click.option("--chip", required=True, metavar="NAME", shell_complete=completion.device,
+              help="Chip or phone, such as sm8750 (see ringstep devices).")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp16", "a16"]), default="fp16", show_default=True,
               help="a16: kernels between 16-bit quantised tensors.")  # fmt: skip
 @click.option("--op", "names", multiple=True, help="Only forms whose name holds this, such as SiLU; may be repeated.")

@@ -106,6 +106,26 @@ def test_the_command(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "graphs of 1, 8 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("file", ["decode.onnx", "prefill_8.onnx"])
+@pytest.mark.parametrize("how", [["--windows", "off"], ["--stages", "--engine", "ort"]])
+def test_parity_fails_by_either_graph(edited: Path, file: str, how: list[str]) -> None:
+    # 64 tokens are eight whole chunks: the decode graph must run all the same.
+    plant(edited / "onnx" / file, flipped_rotary, 3)
+    assert run("parity", edited, *how) == 1
+
+
+def test_a_page_that_cannot_be_written(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (edited / "onnx" / "file").write_text("")
+    assert run("report", edited, "-o", edited / "onnx" / "file" / "page.html") == 2
+    assert "page.html cannot be written" in capsys.readouterr().err
+    (edited / "onnx" / "file").unlink()
+
+
+def test_no_compiled_stage_for_the_simulator(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("parity", edited, "--stages", "--engine", "qnn-sim") == 2
+    assert "has no stage compiled: it was exported without --format qnn" in capsys.readouterr().err
+
+
 def test_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime_qnn")
     out = tmp_path / "chip"
@@ -121,6 +141,16 @@ def test_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     body = json.loads(capsys.readouterr().out)
     assert (body["first"]["layer"], body["first"]["node"]) == (4, "/layers.4/attn/q_proj/Gemm")
     assert body["first"]["stage"] == "sanitised"
+
+
+def test_a_quantised_artifact_whose_graphs_name_other_tensors_alike(tmp_path: Path) -> None:
+    # Transpose_output_0 is an int16 key of the decode graph and a uint16 query of the chunk's.
+    out = tmp_path / "w8a16"
+    Line(Job(model=str(SPARK), out=out, format="onnx", precision="w8a16", context=64, chunk=8,
+             calibration_tokens=1024, parity=False)).run()  # fmt: skip
+    for n in (1, 8):
+        body = bisect(out, open_checkpoint(str(SPARK)), "ort", n)
+        assert body["first"]["kind"] == "loss" and body["nodes"], body["verdict"]
 
 
 @pytest.mark.parametrize(("config", "options"), [

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import exporters.stages
 from exporters import calibration
+from exporters.job import find_scheme
 from exporters.line import Job, Line
 from exporters.own_weights import OwnWeights
 from exporters.prove import RecipeReference
@@ -398,3 +399,16 @@ def test_weights_that_are_not_finite(
     line = refused(capsys, bad, "--format", "onnx", "--scheme", files / "nearest.toml", "--calibration",
                    files / "text.txt", "--calibration-tokens", 96, "--out", tmp_path / "out")  # fmt: skip
     assert f"tensor {name}" in line and "not finite" in line
+
+
+def test_an_empty_precision_is_none() -> None:
+    with pytest.raises(RingstepError, match="--precision '' is unknown"):
+        find_scheme(Job(model="m", out=Path("out"), precision=""))
+
+
+def test_onnx_runtime_says_nothing_of_its_own(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A refused graph is the command's one line."""
+    (out / "onnx/quantised.bin").write_bytes(b"short")
+    assert run("generate", out, "--prompt", "w5", "--raw") == console.FAILURE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ringstep: error: ") and "ONNX Runtime refuses it" in line

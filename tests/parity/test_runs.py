@@ -8,7 +8,7 @@ import pytest
 from ringstep.contract import CacheSpec, GraphSpec, MaskSpec, RotarySpec, StepSpec, io_tensors
 from ringstep.engines.base import Arrays
 from ringstep.parity.metrics import max_rel
-from ringstep.parity.report import Report, Truth
+from ringstep.parity.report import Report, Truth, steps
 from ringstep.parity.runs import compare_runs, greedy, record
 from ringstep.session import DecodeSession
 
@@ -58,7 +58,7 @@ def test_every_entry_of_a_ring_is_kept(chunks: tuple[int, ...], each: int | None
 
 
 def test_a_chunk_longer_than_the_ring_shows_what_is_left() -> None:
-    run = record(session(1, 6), list(range(12)), "it")
+    run = record(session(1, 6), list(range(12)), "it", each=6)
     assert run.caches[0][0].tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
 
 
@@ -114,3 +114,14 @@ def test_max_rel() -> None:
     assert max_rel(np.array([1.0, -4.0]), np.array([1.5, -4.0])) == 0.125
     assert max_rel(np.array([1.0, 2.0]), np.array([1.0, np.nan])) == float("inf")
     assert max_rel(np.zeros(2), np.zeros(2)) == 0.0
+
+
+@pytest.mark.parametrize("count", [*range(1, 20), 32, 48])
+@pytest.mark.parametrize("chunks", [(1,), (4,), (1, 4), (1, 16), (1, 2, 8)])
+def test_every_text_of_two_tokens_runs_the_decode_graph(chunks: tuple[int, ...], count: int) -> None:
+    spec = session(*chunks).spec
+    sizes = steps(spec, count)
+    assert sum(sizes) == count and min(sizes) >= 1 and max(sizes) <= max(chunks)
+    if min(chunks) == 1 < max(chunks) and count > 1:
+        # The chunk's graph too, padded if need be; a fault of either must show.
+        assert sizes[-1] == 1 and (sizes[0] > 1 or count < 4)

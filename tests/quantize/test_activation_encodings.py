@@ -241,6 +241,35 @@ def test_bits_of_exceptions() -> None:
         assert changed, key
 
 
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("key", ["norms", "gates", "softmax"])
+def test_linears_and_ends_are_no_exceptions(key: str, bits: Any) -> None:
+    """HTP's linears read and write one width, and the inputs of a step are of one type."""
+    scheme = dataclasses.replace(W8A16, exceptions=dataclasses.replace(Exceptions(), **{key: bits}))
+    spec, model = traced("spark", 8)
+    have = encode(model.graph, seen_of("spark"), scheme, find_device("galaxy-s25").chip)
+    plain = {t.name for g in spec.graphs for t in (*g.inputs, *g.outputs) if t.layer is None and t.name in have}
+    for node in model.graph:
+        if node.op_type == "Gemm":
+            plain |= {str(v.name) for v in (node.inputs[0], node.outputs[0]) if v is not None}
+    for tensor in plain:
+        own = have[tensor]
+        assert own is not None and own.dtype == "uint16", tensor
+    if key == "gates":  # what a gate gives has its fixed grid in 16 bits only
+        gate = have[next(str(node.outputs[0].name) for node in model.graph if node.op_type == "Sigmoid")]
+        assert (gate is None) if bits == 0 else (gate is not None and gate.dtype == "uint8")
+
+
+def test_a_sink_that_overflows_a_linear_widens_it() -> None:
+    """HTP refuses a linear of floats on integer weights."""
+    graph, seen = traced("spark", 8)[1].graph, seen_of("spark")
+    name = "/layers.0/mlp/down_proj/Gemm_output_0"
+    far = 100 * max(abs(seen[name].low), abs(seen[name].high))
+    scheme = dataclasses.replace(W8A16, sink_prefix="off")
+    made = encode(graph, seen, scheme, find_device("galaxy-s25").chip, {name: Seen(-far, far, far)})[name]
+    assert made is not None and made.encoding.scale * 65535 >= 2 * far
+
+
 def test_8_bits_throughout() -> None:
     scheme = dataclasses.replace(W8A16, activations=Activations(bits=8), cache=Cache(bits=8))
     have = encode(traced("llama", 8)[1].graph, seen_of("llama"), scheme, None)

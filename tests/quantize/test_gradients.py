@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,13 @@ def test_the_fisher_part_is_what_kl_grows_by_and_the_signs_what_square_error_doe
     assert np.trace(got) == pytest.approx(2, rel=0.05)
     cosine = (got * mixed).sum() / np.linalg.norm(got) / np.linalg.norm(mixed)
     assert cosine > 0.97
+
+
+def test_weights_of_zero_have_gradients_of_zero(tmp_path: Path) -> None:
+    model = model_of("llama")
+    silent = dataclasses.replace(model, read=lambda source: np.zeros_like(model.read(source)))
+    found = moments(silent, texts_of(model, 2), {}, tmp_path)
+    assert found.files and not any(found.of(name).any() for name in found.files)  # type: ignore[union-attr]
 
 
 def test_probes_change_nothing() -> None:

@@ -140,6 +140,7 @@ def test_all_keys_arrive() -> None:
         ("[activations]\npercentile = 101", "[activations] percentile must be above 50 and at most 100, not 101.0"),
         ("[activations]\npercentile = 0.9999", "[activations] percentile must be above 50"),
         ("[cache]\nbits = 4", "[cache] bits must be 8 or 16, not 4"),
+        ("[weights]\nblock = 36893488147419103232", "[weights] block = 36893488147419103232 is longer than rows are"),
         ("[exceptions]\nnorms = 32", "[exceptions] norms must be 0, 8 or 16, not 32"),
         ("[activations]\nbits = 0\n[cache]\nbits = 8", "[cache] has no meaning with float activations"),
         ("[activations]\nbits = 0\n[exceptions]\nnorms = 16", "[exceptions] has no meaning with float"),

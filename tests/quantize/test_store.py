@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,41 @@ def test_a_short_or_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / DATA).unlink()
     with pytest.raises(RingstepError, match=r"quantised.bin: no .* there"):
         weight_at(tmp_path, index["w0"])
+
+
+INDEXES: dict[str, bytes] = {
+    "a list": b"[]", "deep": b"[" * 100_000, "UTF-16": "{}".encode("utf-16"), "no object": b'{"w0": 5}',
+    "no scale": b'{"w0": {"q": null}}', "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(INDEXES[name])
+    with pytest.raises(RingstepError, match=r"quantised\.json"):
+        load_index(tmp_path / INDEX)
+
+
+@pytest.mark.parametrize(("key", "value"), [("offset", -64), ("offset", 1.5), ("shape", [-1, 45]), ("file", "../q.bin"),
+                                            ("file", 5), ("shape", 7)])  # fmt: skip
+def test_places_that_are_none(key: str, value: object, tmp_path: Path) -> None:
+    store(tmp_path, [Grid(8)])
+    body = json.loads((tmp_path / INDEX).read_text())
+    body["w0"]["scale"][key] = value
+    (tmp_path / INDEX).write_text(json.dumps(body))
+    with pytest.raises(RingstepError, match=r"quantised\.json: no index"):
+        load_index(tmp_path / INDEX)
+
+
+def test_weights_in_a_pipe(tmp_path: Path) -> None:
+    """Refused at once: to open it would wait for ever."""
+    store(tmp_path, [Grid(4), Grid(8)])
+    index = load_index(tmp_path / INDEX)
+    (tmp_path / DATA).unlink()
+    os.mkfifo(tmp_path / DATA)
+    for own in index.values():
+        with pytest.raises(RingstepError, match="not an ordinary file"):
+            weight_at(tmp_path, own)
 
 
 def test_numbers_of_another_grid_are_refused(tmp_path: Path) -> None:

@@ -239,6 +239,28 @@ def test_progress_off_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch
     assert capsys.readouterr().err == "slow: 3.5 s\nringstep: warning: odd rope\n"
 
 
+def test_progress_off_a_terminal_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with console.progress("calibrating", 200) as advance:
+        for seconds in (10.0, 29.0, 31.0, 40.0, 62.0):
+            now = seconds
+            advance(30)
+    with console.progress("without a total") as advance:
+        now = 95.0
+        advance(1)
+    console.settings.quiet = True
+    with console.progress("quiet", 1) as advance:
+        now = 200.0
+        advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "calibrating: 45 % after 31.0 s", "calibrating: 75 % after 1 min 02 s", "calibrating: 1 min 02 s",
+        "without a total: after 33.0 s", "without a total: 33.0 s",
+    ]  # fmt: skip
+
+
 def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,12 @@ def test_a_table_of_integers(tmp_path: Path, dtype: Any) -> None:
     np.testing.assert_allclose(have, want, rtol=1e-6)
     for at in (100, 328):
         (tmp_path / "onnx" / "embedding.bin").write_bytes(blob[: at + 150])
-        with pytest.raises(RingstepError, match="no embedding table"):
+        with pytest.raises(RingstepError, match=r"embedding\.bin: no .* there .*, which is the embedding table"):
             open_table(tmp_path, spec)
+    (tmp_path / "onnx" / "embedding.bin").unlink()
+    os.mkfifo(tmp_path / "onnx" / "embedding.bin")
+    with pytest.raises(RingstepError, match="not an ordinary file"):
+        open_table(tmp_path, spec)
 
 
 def test_a_float_table_keeps_its_type() -> None:

@@ -216,6 +216,16 @@ def test_a_failed_build_leaves_everything_as_it_was(tmp_path: Path, error: BaseE
     assert stage(tmp_path, raises(error), v=1).skipped
 
 
+def test_a_folder_where_a_file_belongs(tmp_path: Path) -> None:
+    """It is the user's: nothing is removed, nothing moved."""
+    with open_folder(tmp_path) as manifest:
+        (tmp_path / "b.bin").mkdir()
+        with pytest.raises(RingstepError, match=r"b\.bin: a folder, where stage one writes a file"):
+            run_stage(manifest, "one", inputs={}, options={}, versions={}, build=writes({"a.bin": "a", "b.bin": "b"}))
+        assert not (tmp_path / "a.bin").exists() and "one" not in manifest.stages
+    assert not [path for path in tmp_path.iterdir() if ".tmp" in path.name]
+
+
 def test_facts_that_are_no_json_undo_the_stage(tmp_path: Path) -> None:
     stage(tmp_path, writes({"x": "1"}), v=1)
     before = contents(tmp_path)
@@ -347,7 +357,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     assert set(contents(tmp_path)) == {"thesis.tex"}
     with pytest.raises(RingstepError, match="not a folder"), open_folder(tmp_path / "thesis.tex"):
         pass
-    with pytest.raises(RingstepError, match="not a ringstep artifact"):
+    with pytest.raises(RingstepError, match="no artifact; give the folder of an export"):
         Manifest.load(tmp_path)
 
 

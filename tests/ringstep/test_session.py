@@ -350,11 +350,11 @@ def test_a_table_of_another_shape() -> None:
 
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
     spec = make_spec([("ring", 4)], 8, ids=False)
-    with pytest.raises(RingstepError, match="no embedding table"):
+    with pytest.raises(RingstepError, match="which is the embedding table"):
         open_table(tmp_path, spec)
     (tmp_path / "onnx").mkdir()
     (tmp_path / "onnx" / "embedding.bin").write_bytes(b"\0" * 4100)
-    with pytest.raises(RingstepError, match="no embedding table"):
+    with pytest.raises(RingstepError, match="which is the embedding table"):
         open_table(tmp_path, spec)
     rows = np.arange(200, dtype=np.float32)
     (tmp_path / "onnx" / "embedding.bin").write_bytes(b"\0" * 4096 + rows.tobytes())
