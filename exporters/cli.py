@@ -49,11 +49,14 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.argument("model", shell_complete=completion.model)
 @click.option("--device", metavar="NAME", shell_complete=completion.device,
               help="Phone or chip, such as galaxy-s25 (see ringstep devices).")  # fmt: skip
-@click.option("--format", "format_", type=click.Choice(["onnx", "qnn"]), default="qnn", show_default=True,
-              help="onnx: ONNX graphs alone. qnn: those, and a context binary for the device.")  # fmt: skip
+@click.option("--format", "format_", type=click.Choice(["onnx", "qnn", "executorch"]), default="qnn",
+              show_default=True, help="onnx: ONNX graphs alone. qnn: those, and a context binary for the device. "
+              "executorch: those, and a .pte.")  # fmt: skip
+@click.option("--backend", type=click.Choice(["xnnpack"]), help="Of executorch: what the .pte is lowered to. "
+              "Default: xnnpack, for CPUs.")  # fmt: skip
 @click.option("--precision", metavar="NAME", shell_complete=completion.precision,
               help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
-              "Default: fp16 for qnn, fp32 for onnx.")  # fmt: skip
+              "Default: fp16 for qnn, fp32 for onnx and executorch.")  # fmt: skip
 @click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")
 @calibration_options
 @size_options
@@ -74,7 +77,7 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.option("--revision", help="Revision of a Hub model.")
 @as_json
 @common
-def export(model: str, device: str | None, format_: Any, precision: str | None, scheme: Path | None,
+def export(model: str, device: str | None, format_: Any, backend: Any, precision: str | None, scheme: Path | None,
            calibration: Path | None, calibration_tokens: int, sink_prefix: Any, context: int | None, chunk: int,
            out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any], embedding: Any, max_part_mb: int,
            parity: bool, prompt: str, revision: str | None, json_: bool) -> int:  # fmt: skip
@@ -85,7 +88,8 @@ def export(model: str, device: str | None, format_: Any, precision: str | None, 
     from exporters.job import Job
     from exporters.line import Line
 
-    job = Job(model=model, out=out or Path(), format=format_, device=device, precision=precision, scheme=scheme,
+    job = Job(model=model, out=out or Path(), format=format_, backend=backend, device=device,
+              precision=precision, scheme=scheme,
               calibration=calibration, calibration_tokens=calibration_tokens, sink_prefix=sink_prefix,
               context=context, chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
               part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip
@@ -157,14 +161,16 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
 @as_json
 @common
 def inspect(artifact: Path, json_: bool) -> int:
-    """Show ARTIFACT's inputs, caches, files, and KV bytes by context."""
-    from exporters.inspect import describe, print_description
+    """Show ARTIFACT's inputs, caches, files, and KV bytes by context; of a .pte its methods, delegates and kernels."""
+    from exporters.inspect import describe, print_description, print_pte
+    from ringstep import pte
 
-    body = describe(artifact)
+    single = artifact.suffix == ".pte" and not artifact.is_dir()
+    body = pte.describe(artifact) if single else describe(artifact)
     if json_:
         console.print_json(body)
     else:
-        print_description(body)
+        (print_pte if single else print_description)(body)
     return 0
 
 

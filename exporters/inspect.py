@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,30 @@ def describe(artifact: Path) -> dict[str, Any]:
         ],
         "files": files,
     }  # fmt: skip
+
+
+def print_pte(body: dict[str, Any]) -> None:
+    """Print what a .pte holds."""
+    segments = body["segment_bytes"]
+    console.line(f"{body['file']}: {console.human_bytes(body['bytes'])}, ExecuTorch program version {body['version']}, "
+                 f"{len(segments)} segments of {console.human_bytes(sum(segments))}")  # fmt: skip
+    for name, method in body["methods"].items():
+        for what in ("delegates", "cpu_kernels"):
+            counts = [f"{count} {key}" for key, count in method[what].items()]
+            console.line(f"{name}: {what.replace('_', ' ').replace('cpu', 'CPU')}: {', '.join(counts) or 'none'}")
+        rows = [("in" if side == "inputs" else "out", label, "x".join(map(str, t["shape"])), t["dtype"])
+                for side in ("inputs", "outputs") for label, t in fold(list(map(with_role, method[side])))]  # fmt: skip
+        console.table(name, ["", "name", "shape", "type"], rows)
+    listed = [(n, str(v)[:90]) for n, v in body["constants"].items() if not n.endswith(("_inputs", "_outputs"))]
+    console.table("constant methods", ["name", "value"], listed)
+    for warning in body["warnings"]:
+        console.warn(warning)
+
+
+def with_role(tensor: dict[str, Any]) -> dict[str, Any]:
+    """A tensor of a .pte with role and layer by its name, for `fold`."""
+    found = re.fullmatch(r"(past|new|present)_(key|value)_(\d+)", tensor["name"])
+    return tensor | {"role": f"{found[2]}_{found[1]}" if found else "", "layer": int(found[3]) if found else None}
 
 
 def io(tensor: Any) -> dict[str, Any]:

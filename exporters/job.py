@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from quantize.scheme import Scheme
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
+# Precisions of each ExecuTorch backend, its default first.
+EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32",)}
 FORMATS = ("qdq", "gptq", "matmulnbits", "encodings", "genie-table")
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
@@ -28,10 +30,12 @@ class Job:
 
     model: str
     out: Path
-    format: Literal["onnx", "qnn"] = "qnn"
+    format: Literal["onnx", "qnn", "executorch"] = "qnn"
     device: str | None = None
     precision: str | None = None
-    """fp32, fp16, or the name of a quantisation scheme."""
+    """fp32, fp16, or the name of a quantisation scheme; of ExecuTorch one of its backend's (EXECUTORCH)."""
+    backend: Literal["xnnpack"] | None = None
+    """Of ExecuTorch: what the .pte is lowered to; None: XNNPACK, the CPU."""
     scheme: Path | str | None = None
     """A scheme of the user's own, in the place of a precision; a name for `ringstep quantize`."""
     calibration: Path | None = None
@@ -57,6 +61,10 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     """The precision of a job by name, and its scheme; None where nothing is quantised. Raises RingstepError."""
     if job.scheme is not None and job.precision is not None:
         raise RingstepError(f"--scheme {job.scheme} and --precision {job.precision}: give one of them")
+    if job.format == "executorch":
+        return executorch_precision(job), None
+    if job.backend is not None:
+        raise RingstepError(f"--backend {job.backend}: goes with --format executorch")
     precision = job.precision if job.precision is not None else "fp16" if job.format == "qnn" else "fp32"
     if job.scheme is None and precision in DTYPES:
         return precision, None
@@ -76,6 +84,19 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     if floats(scheme):
         return "fp16", None
     return scheme.name, scheme
+
+
+def executorch_precision(job: Job) -> str:
+    """The precision of an ExecuTorch export. Raises RingstepError for one that its backend has not."""
+    backend: str = job.backend or "xnnpack"
+    known = EXECUTORCH[backend]
+    if job.scheme is not None:
+        raise RingstepError(f"--scheme {job.scheme}: {backend} has precisions of its own: {', '.join(known)}")
+    precision = job.precision if job.precision is not None else known[0]
+    if precision not in known:
+        hint = did_you_mean(precision, list(known))
+        raise RingstepError(f"--precision {precision!r}: {backend} has {', '.join(known)}{hint}")
+    return precision
 
 
 def floats(scheme: Scheme) -> bool:

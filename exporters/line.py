@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from exporters.compiled import compile_stages
+from exporters.executorch_stage import LIBRARIES, executorch_stage
 from exporters.job import DEFAULT_CONTEXT, DTYPES, FORMATS, Job, find_scheme, find_target, refuse_quantised
 from exporters.stages import READERS, flat, versions
 from ringstep import console
@@ -45,7 +46,8 @@ class Line:
         self.scales: dict[str, np.ndarray] = {}  # what the stage `rescale` found
         precision, self.scheme = find_scheme(job)
         self.device: Device | None = find_target(job, precision, self.scheme)
-        self.dtype = "float32" if self.scheme else DTYPES[precision]
+        self.precision = precision
+        self.dtype = "float32" if self.scheme or job.format == "executorch" else DTYPES[precision]
         # Accurate forms are for fp16's kernels; those of 16-bit integers are good (docs/htp-accuracy.md).
         accurate = self.scheme is None and (job.format == "qnn" or precision == "fp16")
         self.activations = job.activations or ("accurate" if accurate else "native")
@@ -177,8 +179,8 @@ class Line:
             if alike and self.job.formats is not None:
                 manifest.options = before
             manifest.versions = library_versions(
-                "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers"
-            )
+                "ringstep", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-qnn", "transformers",
+                *LIBRARIES)  # fmt: skip
             done = {"tokenizer": self.stage_tokenizer().hashes}
             if self.quantised:
                 self.quantised.run(done)
@@ -189,6 +191,8 @@ class Line:
             if self.job.format == "qnn":
                 for n in self.chunks:
                     done.update(compile_stages(self, n, done))
+            if self.job.format == "executorch":
+                done["executorch"] = executorch_stage(self).hashes
             if self.quantised is None or self.quantised.graphs:
                 done["contract"] = self.stage_contract(done, alike)
             proved = flat(done) | {"checkpoint": manifest.checkpoint["sha256"]}
@@ -373,13 +377,9 @@ class Line:
         """
 
         def build(folder: Path) -> dict[str, Any]:
-            from exporters.prove import prove
+            from exporters.prove import proof_engines, prove
 
-            engines = {"ort": None, "qnn-sim": self.job.prompt} if self.job.format == "qnn" else {"ort": None}
-            if self.scheme:
-                # Quantised, the simulator takes seconds a token: ONNX Runtime answers, the simulator reads a text.
-                engines = {"ort": self.job.prompt, **({"qnn-sim": None} if self.job.format == "qnn" else {})}
-            reports = prove(self.job.out, self.checkpoint, engines)
+            reports = prove(self.job.out, self.checkpoint, proof_engines(self.job, self.scheme))
             (folder / "parity.json").write_text(json.dumps(reports, indent=1) + "\n")
             return {"passed": all(r["summary"]["passed"] for r in reports)}
 
@@ -388,7 +388,7 @@ class Line:
             "ringstep/engines", "exporters/prove.py", "exporters/window_gate.py", "exporters/own_weights.py",
             "exporters/artifact.py",
             "exporters/whole_text.py",
-            libraries=("transformers", "onnxruntime", "onnxruntime-qnn")), build)  # fmt: skip
+            libraries=("transformers", "onnxruntime", "onnxruntime-qnn", "executorch")), build)  # fmt: skip
 
 
 def _size(shape: tuple[int, ...]) -> int:

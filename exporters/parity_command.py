@@ -26,9 +26,9 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 
 @click.command(short_help="Compare ARTIFACT with the original; without it, run the gate.")
 @click.argument("artifact", type=click.Path(path_type=Path), required=False)
-@click.option("--engine", type=click.Choice(["ort", "qnn-sim"]),
+@click.option("--engine", type=click.Choice(["ort", "qnn-sim", "executorch"]),
               help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
-              "--stages runs both unless told ort.")  # fmt: skip
+              "executorch: its runtime. --stages runs both unless told ort.")  # fmt: skip
 @click.option("--model", shell_complete=completion.model,
               help="The original, when it is no longer where the export found it.")  # fmt: skip
 @click.option("--golden", type=click.Path(path_type=Path),

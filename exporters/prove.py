@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from exporters.artifact import is_rotated
+from exporters.job import Job
 from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.contract import StepSpec
@@ -20,6 +21,9 @@ from ringstep.parity.report import Report, Truth, answer_parity, generate, teach
 from ringstep.parity.windows import Mode
 from ringstep.session import DecodeSession
 from ringstep.text import Text
+
+if TYPE_CHECKING:
+    from quantize.scheme import Scheme
 
 PROOF_TOKENS = 200
 ANSWER_TOKENS = 16
@@ -125,6 +129,16 @@ def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
     except RingstepError:
         pass
     return [*first, *(int(i) for i in np.random.default_rng(0).integers(0, spec.vocab, count))][:count]
+
+
+def proof_engines(job: Job, scheme: Scheme | None) -> dict[str, str | None]:
+    """What the proof of an export runs on, and what each answers; None: it reads a text."""
+    if job.format == "executorch":
+        return {"ort": None, "executorch": None}
+    if scheme:
+        # Quantised, the simulator takes seconds a token: ONNX Runtime answers, the simulator reads a text.
+        return {"ort": job.prompt, **({"qnn-sim": None} if job.format == "qnn" else {})}
+    return {"ort": None, "qnn-sim": job.prompt} if job.format == "qnn" else {"ort": None}
 
 
 def prove(

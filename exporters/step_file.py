@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exporters.executorch_stage import PTE
 from ringstep.contract import EmbeddingSpec, Encoding, GraphSpec, PartSpec, StepSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ def float_spec(line: Line, cuts: Mapping[str, list[int]]) -> StepSpec:
             inside = {t.name for t in graph.outputs}
             crossing = [name for p in compiled for name in p.outputs if name not in inside]
             hidden = tuple(TensorSpec(name, (graph.n, line.plan.hidden), line.dtype, "hidden") for name in crossing)
+        if line.job.format == "executorch":
+            parts["executorch"] = (dataclasses.replace(parts["onnx"][0], file=PTE),)
         graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
     embedding = None
     if not line.options.embedding_inside and not line.quantised:
         embedding = EmbeddingSpec("onnx/embedding.bin", 0, (line.plan.vocab, line.plan.hidden), line.dtype)
     target = {"device": line.device.id, "chip": line.device.chip.name} if line.device else {}
+    if line.job.format == "executorch":
+        target |= {"backend": line.job.backend or "xnnpack", "precision": line.precision}
     return dataclasses.replace(line.spec, graphs=tuple(graphs), embedding=embedding, target=target)
 
 

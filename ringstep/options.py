@@ -11,8 +11,8 @@ from ringstep import console
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON instead of tables.")
 
 engine_option = click.option(
-    "--engine", type=click.Choice(["ort", "qnn-sim"]), default="ort", show_default=True,
-    help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator.",
+    "--engine", type=click.Choice(["ort", "qnn-sim", "executorch"]), default="ort", show_default=True,
+    help="ort: ONNX Runtime on the CPU. qnn-sim: Qualcomm's HTP simulator. executorch: ExecuTorch's runtime.",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from ringstep.errors import RingstepError, did_you_mean
 from ringstep.files import refuse_pipes
 from ringstep.slots import held_positions, visible, writes
 
-ENGINES = ("ort", "qnn-sim")
+ENGINES = ("ort", "qnn-sim", "executorch")
 
 
 class DecodeSession:
@@ -54,7 +54,10 @@ class DecodeSession:
 
     @classmethod
     def open(cls, path: str | Path, engine: str = "ort", **options: Any) -> DecodeSession:
-        """Open an artifact folder on an engine: "ort" (ONNX Runtime CPU) or "qnn-sim" (the HTP simulator)."""
+        """Open an artifact folder on an engine.
+
+        "ort" (ONNX Runtime on the CPU), "qnn-sim" (the HTP simulator) or "executorch" (ExecuTorch's runtime).
+        """
         folder = Path(path)
         spec = StepSpec.load(folder)
         refuse_pipes(folder)
@@ -67,6 +70,10 @@ class DecodeSession:
             from ringstep.engines.qnn_sim import QnnSimEngine
 
             made = QnnSimEngine(folder, spec, **options)
+        elif engine == "executorch":
+            from ringstep.engines.executorch import ExecutorchEngine
+
+            made = ExecutorchEngine(folder, spec, **options)
         else:
             raise RingstepError(f"engine {engine!r} is unknown{did_you_mean(engine, ENGINES)}; {', '.join(ENGINES)}")
         return cls(spec, made, open_table(folder, spec), open_prefix(folder, spec))

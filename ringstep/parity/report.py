@@ -10,7 +10,7 @@ import numpy as np
 
 from ringstep.contract import StepSpec
 from ringstep.parity.metrics import SILENT_DB, Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
-from ringstep.parity.thresholds import thresholds_for
+from ringstep.parity.thresholds import scheme_on, thresholds_for
 from ringstep.session import DecodeSession
 
 CacheEntries = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -134,7 +134,8 @@ def start_report(session: DecodeSession, source: str, threshold: float | None) -
     spec, engine = session.spec, session.engine.name
     own = thresholds_for(spec, engine)
     limit = own.db if threshold is None else threshold
-    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit, spec.scheme, own.top1)
+    scheme = scheme_on(spec, engine)
+    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit, scheme, own.top1)
 
 
 def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.ndarray) -> None:

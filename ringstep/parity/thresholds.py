@@ -16,7 +16,9 @@ from ringstep.files import read_text
 FILE = Path(__file__).with_name("thresholds.toml")
 FLOATS = ("fp32", "fp16-accurate", "fp16-native")
 ANY_SCHEME = "scheme"
-PRECISIONS = {"onnx": FLOATS, "qnn": FLOATS[1:]}
+PRECISIONS = {"onnx": FLOATS, "qnn": FLOATS[1:], "executorch": FLOATS[:1]}
+# All other engines run ONNX, or what it stands for.
+FORMS = {"qnn-sim": "qnn", "executorch": "executorch"}
 FLOAT_KEYS, SCHEME_KEYS = ("position_db", "windows_db"), ("pooled_db", "top1", "windows_db")
 
 
@@ -44,16 +46,24 @@ Tables = dict[str, dict[str, dict[str, float]]]
 def thresholds_for(spec: StepSpec, engine: str, file: Path = FILE) -> Thresholds:
     """The thresholds of an artifact on an engine. Raises RingstepError for a file that says nothing sensible."""
     general, recipes = load(file)
-    form = "qnn" if engine == "qnn-sim" else "onnx"
-    name = precision(spec, form, general[form])
+    form, scheme = FORMS.get(engine, "onnx"), scheme_on(spec, engine)
+    name = precision(spec, form, scheme, general[form])
     own = recipes.get(spec.recipe, {}).get(form, {})
-    return Thresholds(**general[form][name] | own.get(precision(spec, form, own), {}))
+    return Thresholds(**general[form][name] | own.get(precision(spec, form, scheme, own), {}))
 
 
-def precision(spec: StepSpec, form: str, tables: dict[str, Any]) -> str:
+def scheme_on(spec: StepSpec, engine: str) -> str:
+    """The scheme an engine computes an artifact in, "" for floats; a .pte has a precision of its own."""
+    if engine != "executorch":
+        return spec.scheme
+    own = spec.target.get("precision", "")
+    return "" if own in ("fp32", "fp16") else own
+
+
+def precision(spec: StepSpec, form: str, scheme: str, tables: dict[str, Any]) -> str:
     """Which of a format's tables holds for an artifact."""
-    if spec.scheme:
-        fitting = [name for name in tables if name not in (*FLOATS, ANY_SCHEME) and spec.scheme.startswith(name)]
+    if scheme:
+        fitting = [name for name in tables if name not in (*FLOATS, ANY_SCHEME) and scheme.startswith(name)]
         return max(fitting, key=len, default=ANY_SCHEME)
     if spec.dtype == "float32" and form != "qnn":
         return "fp32"

@@ -1,0 +1,104 @@
+"""ExecuTorch: one .pte with decode and prefill, held against ONNX Runtime, and what its inspection says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from export_runs import GEMMA, run, write_checkpoint
+
+from exporters.line import Job, Line
+from exporters.tiny import tiny_ids, write_tiny
+from ringstep import pte
+from ringstep.contract import StepSpec
+from ringstep.errors import RingstepError
+from ringstep.parity.metrics import snr_db
+from ringstep.session import DecodeSession
+
+installed = importlib.util.find_spec("executorch") is not None
+needs_executorch = pytest.mark.skipif(not installed, reason="ExecuTorch is not installed")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma 3 (rings, full layers, sandwich and query norms) with a chunk."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    model = write_checkpoint(folder / "model", GEMMA)
+    job = Job(model=str(model), out=folder / "out", format="executorch", context=32, chunk=8, parity=False)
+    Line(job).run()
+    return folder / "out"
+
+
+@needs_executorch
+def test_equals_onnx_runtime(out: Path) -> None:
+    """Chunks, a padded chunk and single tokens, past the second wrap of a ring of 7."""
+    ids = tiny_ids(StepSpec.load(out).vocab, 30)
+    with DecodeSession.open(out, "executorch") as own, DecodeSession.open(out, "ort") as other:
+        for start, stop in ((0, 20), (20, 21), (21, 30)):
+            have, want = own.step(ids[start:stop]), other.step(ids[start:stop])
+            assert snr_db(want, have) > 110
+        for layer in range(len(own.spec.caches)):
+            for one, two in zip(own.entries(layer), other.entries(layer), strict=True):
+                np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+
+@needs_executorch
+def test_inspect(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Methods and names of the contract, weights held once, one delegate a method."""
+    spec, file = StepSpec.load(out), out / "executorch/model.pte"
+    body = pte.describe(file)
+    for graph, name in zip(spec.graphs, ("decode", "prefill"), strict=True):
+        method = body["methods"][name]
+        for side in ("inputs", "outputs"):
+            assert [(t["name"], tuple(t["shape"]), t["dtype"]) for t in method[side]] == \
+                   [(t.name, t.shape, t.dtype) for t in getattr(graph, side)]  # fmt: skip
+        assert method["delegates"] == {"XnnpackBackend": 1} and not method["cpu_kernels"]
+    assert body["constants"]["get_vocab_size"] == spec.vocab and body["constants"]["get_chunk"] == 8
+    assert body["constants"]["get_eos_ids"] == [2] and body["constants"]["get_layer_kinds"] == ["ring 7", "append 31"]
+    assert not body["warnings"]
+    weights = (out / "onnx/weights.bin").stat().st_size + (out / "onnx/embedding.bin").stat().st_size
+    assert body["bytes"] < 1.6 * weights  # two copies would be more
+    assert run("inspect", file) == 0
+    assert "prefill: delegates: 1 XnnpackBackend" in capsys.readouterr().out
+    assert run("inspect", file, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["methods"].keys() == {"decode", "prefill"}
+
+
+@needs_executorch
+def test_damaged_files(out: Path, tmp_path: Path) -> None:
+    """Truncated, foreign and other-version files are refused in one line by inspect and by the engine."""
+    whole = (out / "executorch/model.pte").read_bytes()
+    bad = {
+        "truncated": (whole[: len(whole) // 2], "truncated"), "short": (whole[:6], "no .pte"),
+        "foreign": (b"PK\3\4" + bytes(60), "no .pte"),
+        "newer": (whole[:4] + b"ET99" + whole[8:], "another version"), "empty": (b"", "empty"),
+        "torn": (whole[:100] + bytes(len(whole) - 100), "cannot read"),
+    }  # fmt: skip
+    for name, (data, words) in bad.items():
+        file = tmp_path / f"{name}.pte"
+        file.write_bytes(data)
+        with pytest.raises(RingstepError, match=words) as caught:
+            pte.describe(file)
+        assert "\n" not in str(caught.value) and str(caught.value).startswith(str(file))
+
+
+@pytest.mark.skipif(installed, reason="ExecuTorch is installed")
+def test_without_executorch(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "model", "llama")
+    with pytest.raises(RingstepError, match="pip install"):
+        Line(Job(model=str(model), out=tmp_path / "out", format="executorch", context=16, parity=False)).run()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(("--format", "executorch", "--precision", "w4a16"), "xnnpack has fp32"),
+     (("--format", "onnx", "--backend", "xnnpack"), "--backend xnnpack: goes with --format executorch"),
+     (("--format", "executorch", "--scheme", "x.toml"), "precisions of its own")],
+)  # fmt: skip
+def test_refusals(options: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny(tmp_path / "model", "llama")
+    assert run("export", model, "--out", tmp_path / "out", *options) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
