@@ -77,7 +77,7 @@ BAD_EXPORTS: dict[str, tuple[list[Any], list[str]]] = {
     "layout without a value": ([SPARK, "--layout", "sliding="], ["'' is none of auto"]),
     "unknown kind": ([SPARK, "--layout", "linear=ring"],
                      ["--layout linear=...: this model has layers of kind sliding, full"]),
-    "unknown format": ([SPARK, "--format", "onxx"], ["'onxx' is not one of 'onnx', 'qnn' (did you mean onnx?)"]),
+    "unknown format": ([SPARK, "--format", "onxx"], ["'onxx' is not one of 'onnx', 'qnn', 'executorch' (did you mean onnx?)"]),
     "unknown precision": ([SPARK, "--precision", "int8"],
                           ["--precision 'int8' is unknown", "there are fp32, fp16, auto,"]),
     "unknown option": ([SPARK, "--contxt", 64], ["no such option '--contxt' (did you mean --context?)"]),
