@@ -35,11 +35,13 @@ def is_rotated(stages: Mapping[str, StageRecord]) -> bool:
 
 def remove_left() -> None:
     """Remove float weights, gigabytes of a large model, that killed runs of this user left in the temporary folder."""
+    from ringstep.child import is_running
+
     for left in Path(tempfile.gettempdir()).glob(f"{STAGES_PREFIX}*-*"):
         pid = left.name.removeprefix(STAGES_PREFIX).split("-")[0]
         with contextlib.suppress(OSError):
             own = not left.is_symlink() and left.stat().st_uid == os.getuid()
-            if own and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            if own and pid.isdecimal() and not is_running(pid):
                 shutil.rmtree(left, ignore_errors=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from exporters import completion as offered
 from exporters.bisect_command import bisect
 from exporters.options import calibration_options, size_options
 from exporters.parity_command import parity
@@ -23,6 +24,7 @@ from sanitize.lint_command import lint
 from sanitize.ops.command import ops
 
 LAYOUTS = ("ring", "roll", "append", "join")
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ringstep")
@@ -54,7 +56,7 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
               "executorch: those, and a .pte.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["xnnpack"]), help="Of executorch: what the .pte is lowered to. "
               "Default: xnnpack, for CPUs.")  # fmt: skip
-@click.option("--precision", metavar="NAME", shell_complete=completion.precision,
+@click.option("--precision", metavar="NAME", shell_complete=offered.precision,
               help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
               "Default: fp16 for qnn, fp32 for onnx and executorch.")  # fmt: skip
 @click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exporters.stages import versions
+from exporters.stages import READERS, versions
 from ringstep import console
 from ringstep.manifest import StageRecord
 
@@ -30,7 +30,8 @@ def executorch_stage(line: Line) -> StageRecord:
         with console.progress("lowering for XNNPACK"):
             return export_pte(line.plan, line.options, line.spec, line.read, folder / PTE)
 
-    options = {"context": line.context, "chunks": list(line.chunks), "backend": line.job.backend or "xnnpack",
+    options = {"context": line.context, "chunks": list(line.chunks), "backend": line.job.lowered_to,
                "precision": line.precision, "eos": line.spec.eos, **dataclasses.asdict(line.options)}  # fmt: skip
-    sources = versions("recipes", "exporters/executorch.py", "ringstep/contract.py", libraries=("torch", *LIBRARIES))
+    sources = versions("recipes", "exporters/executorch.py", "ringstep/contract.py", *READERS,
+                       libraries=("torch", *LIBRARIES))  # fmt: skip
     return line.stage("executorch", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, sources, build)

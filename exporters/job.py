@@ -56,6 +56,11 @@ class Job:
     formats: tuple[str, ...] | None = None
     """Of `ringstep quantize`: what to write of the rounded weights, () for its default; None is an export."""
 
+    @property
+    def lowered_to(self) -> str:
+        """Of ExecuTorch: the backend, XNNPACK unless another was asked for."""
+        return self.backend or "xnnpack"
+
 
 def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     """The precision of a job by name, and its scheme; None where nothing is quantised. Raises RingstepError."""
@@ -88,14 +93,13 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
 
 def executorch_precision(job: Job) -> str:
     """The precision of an ExecuTorch export. Raises RingstepError for one that its backend has not."""
-    backend: str = job.backend or "xnnpack"
-    known = EXECUTORCH[backend]
+    known = EXECUTORCH[job.lowered_to]
     if job.scheme is not None:
-        raise RingstepError(f"--scheme {job.scheme}: {backend} has precisions of its own: {', '.join(known)}")
+        raise RingstepError(f"--scheme {job.scheme}: {job.lowered_to} has precisions of its own: {', '.join(known)}")
     precision = job.precision if job.precision is not None else known[0]
     if precision not in known:
         hint = did_you_mean(precision, list(known))
-        raise RingstepError(f"--precision {precision!r}: {backend} has {', '.join(known)}{hint}")
+        raise RingstepError(f"--precision {precision!r}: {job.lowered_to} has {', '.join(known)}{hint}")
     return precision
 
 

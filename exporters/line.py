@@ -386,8 +386,7 @@ class Line:
         return self.stage("parity", proved, {"prompt": self.job.prompt}, versions(
             "ringstep/parity", "ringstep/parity/thresholds.toml", "ringstep/session.py", "ringstep/slots.py",
             "ringstep/engines", "exporters/prove.py", "exporters/window_gate.py", "exporters/own_weights.py",
-            "exporters/artifact.py",
-            "exporters/whole_text.py",
+            "exporters/artifact.py", "exporters/whole_text.py",
             libraries=("transformers", "onnxruntime", "onnxruntime-qnn", "executorch")), build)  # fmt: skip
 
 

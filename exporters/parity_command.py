@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from exporters import completion as offered
 from exporters.show import print_positions, print_reports
 from ringstep import completion, console
 from ringstep.errors import RingstepError
@@ -45,7 +46,7 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
 @click.option("--update-baseline", is_flag=True, help="Of the gate: show what has changed, then write its baseline.")
-@click.option("--only", multiple=True, metavar="NAME", shell_complete=completion.gated,
+@click.option("--only", multiple=True, metavar="NAME", shell_complete=offered.gated,
               help="Of the gate: this tiny model (can be repeated).")  # fmt: skip
 @as_json
 @common

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from exporters import completion as offered
 from exporters.options import calibration_options, size_options
 from exporters.show import finish, show_manifest
 from ringstep import completion, console
@@ -27,12 +28,12 @@ def parse_formats(context: click.Context, parameter: click.Parameter, values: tu
 
 @click.command(short_help="Quantise MODEL and write its weights in one or several formats.")
 @click.argument("model", shell_complete=completion.model)
-@click.option("--scheme", required=True, metavar="NAME|FILE", shell_complete=completion.scheme_or_file,
+@click.option("--scheme", required=True, metavar="NAME|FILE", shell_complete=offered.scheme_or_file,
               help="A preset (see ringstep schemes), or a .toml file of your own.")  # fmt: skip
 @click.option("--device", metavar="NAME", shell_complete=completion.device,
               help="Phone or chip whose NPU the graphs are for (see ringstep devices).")  # fmt: skip
 @click.option("--format", "formats", multiple=True, callback=parse_formats, metavar="NAME",
-              shell_complete=completion.format_,
+              shell_complete=offered.format_,
               help="qdq, gptq, matmulnbits, encodings or genie-table; several times, or a,b. "
               "Default: qdq, or matmulnbits for a scheme of weights alone.")  # fmt: skip
 @calibration_options
@@ -62,7 +63,7 @@ def quantize(model: str, scheme: str, device: str | None, formats: tuple[str, ..
 
 
 @click.command(short_help="List quantisation schemes, or print one as a file.")
-@click.argument("name", required=False, shell_complete=completion.scheme)
+@click.argument("name", required=False, shell_complete=offered.scheme)
 @as_json
 @common
 def schemes(name: str | None, json_: bool) -> int:

@@ -64,7 +64,7 @@ def float_spec(line: Line, cuts: Mapping[str, list[int]]) -> StepSpec:
         embedding = EmbeddingSpec("onnx/embedding.bin", 0, (line.plan.vocab, line.plan.hidden), line.dtype)
     target = {"device": line.device.id, "chip": line.device.chip.name} if line.device else {}
     if line.job.format == "executorch":
-        target |= {"backend": line.job.backend or "xnnpack", "precision": line.precision}
+        target |= {"backend": line.job.lowered_to, "precision": line.precision}
     return dataclasses.replace(line.spec, graphs=tuple(graphs), embedding=embedding, target=target)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import onnx_ir as ir
 
+from ringstep.child import is_running
 from ringstep.engines.ort import open_session
 from ringstep.errors import RingstepError
 
@@ -243,7 +244,7 @@ def workshop(artifact: Path) -> Iterator[Callable[[str], Path]]:
     home, made = artifact / "onnx", list[Path]()
     for left in home.glob(".bisect.tmp-*.onnx"):
         # Of a run that was killed; another that still runs keeps its own.
-        if not Path(f"/proc/{left.name.removeprefix('.bisect.tmp-').split('.')[0]}").exists():
+        if not is_running(left.name.removeprefix(".bisect.tmp-").split(".")[0]):
             left.unlink(missing_ok=True)
 
     def place(name: str) -> Path:

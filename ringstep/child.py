@@ -249,6 +249,11 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
+def is_running(pid: str) -> bool:
+    """Whether the process whose id a file's name holds is alive; what is no id names none."""
+    return pid.isdecimal() and len(pid) < 10 and psutil.pid_exists(int(pid))
+
+
 def anonymous_bytes(pid: int) -> int:
     """Anonymous resident memory of a process in bytes, 0 when it is gone."""
     # Mapped weights count in RSS, but the system can drop them: only anonymous pages bring it down.

@@ -371,7 +371,9 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _peak_memory() -> Iterator[list[int]]:
-    peak = [_rss_anon(os.getpid())]
+    from ringstep.child import anonymous_bytes
+
+    peak = [anonymous_bytes(os.getpid())]
     done = threading.Event()
 
     def sample() -> None:
@@ -381,7 +383,7 @@ def _peak_memory() -> Iterator[list[int]]:
                 return
             # Looking for them reads every process there is; held against the interpreter's lock, that adds up.
             children = children if count % LOOK_FOR_CHILDREN else _children()
-            peak[0] = max(peak[0], sum(map(_rss_anon, [os.getpid(), *children])))
+            peak[0] = max(peak[0], sum(map(anonymous_bytes, [os.getpid(), *children])))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -399,16 +401,6 @@ def _children() -> list[int]:
         return [child.pid for child in psutil.Process().children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def _rss_anon(pid: int) -> int:
-    # RssAnon, because VmRSS counts the mapped checkpoint too.
-    try:
-        status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
-    except OSError:
-        return 0
-    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
 
 
 def _is_disk_full(error: Exception, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,7 @@ def describe(path: Path) -> dict[str, Any]:
         for offset, length in segments:
             if offset + length > max(segment_bytes, size - base):
                 raise RingstepError(f"{path}: truncated: a segment ends behind the file's {size} bytes")
-        blobs = [(f"segment {i}", data[base + o : base + o + n]) for i, (o, n) in enumerate(segments)]
-        blobs += [(f"delegate data {i}", bytes(d.data)) for i, d in enumerate(program.backend_delegate_data)]
-        copies = equal_blobs(blobs)
+        copies = equal_blobs(blobs(data, base, segments, program))
     if not program.execution_plan:
         raise RingstepError(f"{path}: damaged: ExecuTorch cannot read a method in it")
     constants = {plan.name: returned(plan) for plan in program.execution_plan if not plan.inputs}
@@ -117,7 +115,17 @@ def returned(plan: Any) -> Any:
     return values if listed or len(values) != 1 else values[0]
 
 
-def equal_blobs(blobs: list[tuple[str, bytes]]) -> list[tuple[list[str], int]]:
+def blobs(data: mmap.mmap, base: int, segments: list[tuple[int, int]], program: Any,
+          ) -> Iterator[tuple[str, memoryview | bytes]]:  # fmt: skip
+    """Names and bytes of what a .pte carries, the segments as views of the file."""
+    for i, (offset, length) in enumerate(segments):
+        with memoryview(data) as whole, whole[base + offset : base + offset + length] as view:
+            yield f"segment {i}", view
+    for i, inside in enumerate(program.backend_delegate_data):
+        yield f"delegate data {i}", bytes(inside.data)
+
+
+def equal_blobs(blobs: Iterable[tuple[str, memoryview | bytes]]) -> list[tuple[list[str], int]]:
     """Names of blobs that hold the same bytes, and how many bytes."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name, data in blobs:

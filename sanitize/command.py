@@ -14,6 +14,7 @@ import click
 from ringstep import completion, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common
+from sanitize import completion as offered
 
 if TYPE_CHECKING:
     from sanitize.passes import Pass
@@ -25,7 +26,7 @@ ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step
 
 @click.command(short_help="Make an ONNX model fit for a target.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=completion.target,
+@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=offered.target,
               help="qnn-htp, ort-mobile or xnnpack.")  # fmt: skip
 @click.option("--chip", metavar="NAME", shell_complete=completion.device,
               help="Phone or chip for qnn-htp. Default: sm8750.")  # fmt: skip
@@ -37,9 +38,9 @@ ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear")  # they make a whole step
 @click.option("--inputs", type=click.Path(path_type=Path),
               help="An .npz of real inputs: rewrites happen only where their values need them.")  # fmt: skip
 @click.option("--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Fix a dynamic dim, as batch=1 (repeatable).")
-@click.option("--skip", multiple=True, metavar="PASS", shell_complete=completion.pass_,
+@click.option("--skip", multiple=True, metavar="PASS", shell_complete=offered.pass_,
               help="Leave a pass out (repeatable).")  # fmt: skip
-@click.option("--with", "extra", multiple=True, metavar="LAYOUT", shell_complete=completion.layout,
+@click.option("--with", "extra", multiple=True, metavar="LAYOUT", shell_complete=offered.layout,
               help="Add a layout that is off by default.")  # fmt: skip
 @as_json
 @common

@@ -11,6 +11,7 @@ import click
 
 from ringstep import completion, console
 from ringstep.options import as_json, common
+from sanitize import completion as offered
 
 if TYPE_CHECKING:
     from sanitize.lint import Finding
@@ -22,7 +23,7 @@ SHOWN = 3  # findings of one rule in the table; -v and --json have all
 
 @click.command(short_help="Say what a target would refuse in an ONNX model.")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=completion.target,
+@click.option("--target", default="qnn-htp", show_default=True, metavar="NAME", shell_complete=offered.target,
               help="qnn-htp, ort-mobile or xnnpack.")  # fmt: skip
 @click.option("--chip", metavar="NAME", shell_complete=completion.device,
               help="Phone or chip for qnn-htp. Default: sm8750.")  # fmt: skip

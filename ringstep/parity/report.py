@@ -197,11 +197,10 @@ def feed(session: DecodeSession, ids: Sequence[int], tick: Any = None, sizes: Se
     """
     session.reset()
     largest = max(graph.n for graph in session.spec.graphs)
-    logits: list[np.ndarray] = []
-    at = 0
-    while at < len(ids):
-        logits.append(session.step(ids[at : at + (sizes[len(logits)] if sizes else largest)]))
-        at += len(logits[-1])
+    logits = []
+    for size in sizes or [largest] * -(-len(ids) // largest):
+        at = session.position
+        logits.append(session.step(ids[at : at + size]))
         if tick:
             tick(len(logits[-1]))
     return np.concatenate(logits)

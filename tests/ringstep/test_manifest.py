@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringstep import manifest as module
+from ringstep.child import anonymous_bytes
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
 from ringstep.hashing import sha256_file
@@ -495,7 +496,7 @@ def test_peak_memory_is_of_the_whole_tree(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code], check=True)
         del block
 
-    before = module._rss_anon(os.getpid())
+    before = anonymous_bytes(os.getpid())
     record = stage(tmp_path, build)
     # More than the process alone; freed memory that the block reuses is already in `before`.
     assert record.peak_rss_anon_bytes > before + (120 << 20)
