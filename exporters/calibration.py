@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringstep import console
 from ringstep.errors import RingstepError
+from ringstep.hashing import cache_home
 
 if TYPE_CHECKING:
     from exporters.line import Line
@@ -67,8 +68,7 @@ def random_texts(vocab: int, count: int, length: int) -> list[list[int]]:
 
 def cache_folder() -> Path:
     """Where calibrations are kept by content."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "ringstep" / "calibration"
+    return cache_home() / "calibration"
 
 
 def from_cache(key: str, path: Path) -> bool:

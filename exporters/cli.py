@@ -19,6 +19,7 @@ from exporters.show import finish, show_manifest
 from ringstep import __version__, completion, console
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common, engine_option
+from ringstep.qairt_command import fetch_qairt
 from sanitize.command import sanitize
 from sanitize.lint_command import lint
 from sanitize.ops.command import ops
@@ -54,8 +55,8 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.option("--format", "format_", type=click.Choice(["onnx", "qnn", "executorch"]), default="qnn",
               show_default=True, help="onnx: ONNX graphs alone. qnn: those, and a context binary for the device. "
               "executorch: those, and a .pte.")  # fmt: skip
-@click.option("--backend", type=click.Choice(["xnnpack"]), help="Of executorch: what the .pte is lowered to. "
-              "Default: xnnpack, for CPUs.")  # fmt: skip
+@click.option("--backend", type=click.Choice(["xnnpack", "qnn"]), help="Of executorch: what the .pte is lowered to, "
+              "xnnpack for CPUs, qnn for the NPU. Default: qnn with --device, else xnnpack.")  # fmt: skip
 @click.option("--precision", metavar="NAME", shell_complete=offered.precision,
               help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
               "Default: fp16 for qnn, fp32 for onnx and executorch.")  # fmt: skip
@@ -116,7 +117,7 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
 
     from ringstep.contract import StepSpec
     from ringstep.parity.report import stream
-    from ringstep.session import DecodeSession
+    from ringstep.session import DecodeSession, is_simulated
     from ringstep.text import Text
 
     spec = StepSpec.load(artifact)
@@ -145,7 +146,7 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
                 print(whole[len(shown) :], end="", flush=True)
                 shown = whole
         seconds = time.perf_counter() - start - first
-    simulated = engine == "qnn-sim"
+    simulated = is_simulated(spec, engine)
     if json_:
         console.print_json({"text": text.decode(answer), "ids": answer, "prompt_tokens": len(ids), "engine": engine,
                             "simulated": simulated,
@@ -169,11 +170,25 @@ def inspect(artifact: Path, json_: bool) -> int:
 
     single = artifact.suffix == ".pte" and not artifact.is_dir()
     body = pte.describe(artifact) if single else describe(artifact)
+    if single and body["contexts"]:
+        body["graphs"] = graphs_inside(artifact)
     if json_:
         console.print_json(body)
     else:
         (print_pte if single else print_description)(body)
     return 0
+
+
+def graphs_inside(path: Path) -> dict[str, Any] | None:
+    """The graphs of a .pte's context binaries; None, with a warning, where Qualcomm's libraries are not at hand."""
+    from ringstep import pte_qnn, qairt
+
+    try:
+        qairt.require()
+    except RingstepError as error:
+        console.warn(f"the graphs inside are not listed: {error}")
+        return None
+    return pte_qnn.graphs(path)
 
 
 cli.add_command(parity)
@@ -185,6 +200,7 @@ cli.add_command(schemes)
 cli.add_command(sanitize)
 cli.add_command(lint)
 cli.add_command(ops)
+cli.add_command(fetch_qairt)
 
 
 @cli.command()

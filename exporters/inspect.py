@@ -69,6 +69,14 @@ def print_pte(body: dict[str, Any]) -> None:
         rows = [("in" if side == "inputs" else "out", label, "x".join(map(str, t["shape"])), t["dtype"])
                 for side in ("inputs", "outputs") for label, t in fold(list(map(with_role, method[side])))]  # fmt: skip
         console.table(name, ["", "name", "shape", "type"], rows)
+    for context in body["contexts"]:
+        sharing = "weights shared" if context["weight_sharing"] else "weights not shared"
+        console.line(
+            f"context of {', '.join(context['methods'])}: {console.human_bytes(context['bytes'])}, {context['soc']} "
+            f"({context['arch']}), {context['precision']}, QAIRT {context['qairt']}, {sharing}"
+        )
+    for name, graph in (body.get("graphs") or {}).items():
+        console.line(f"graph {name}: {len(graph['inputs'])} inputs, {len(graph['outputs'])} outputs")
     listed = [(n, str(v)[:90]) for n, v in body["constants"].items() if not n.endswith(("_inputs", "_outputs"))]
     console.table("constant methods", ["name", "value"], listed)
     for warning in body["warnings"]:

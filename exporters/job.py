@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
 # Precisions of each ExecuTorch backend, its default first.
-EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32",)}
+EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32",), "qnn": ("fp16",)}
 FORMATS = ("qdq", "gptq", "matmulnbits", "encodings", "genie-table")
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
@@ -34,8 +34,8 @@ class Job:
     device: str | None = None
     precision: str | None = None
     """fp32, fp16, or the name of a quantisation scheme; of ExecuTorch one of its backend's (EXECUTORCH)."""
-    backend: Literal["xnnpack"] | None = None
-    """Of ExecuTorch: what the .pte is lowered to; None: XNNPACK, the CPU."""
+    backend: Literal["xnnpack", "qnn"] | None = None
+    """Of ExecuTorch: what the .pte is lowered to; None: the NPU of the device that was named, else the CPU."""
     scheme: Path | str | None = None
     """A scheme of the user's own, in the place of a precision; a name for `ringstep quantize`."""
     calibration: Path | None = None
@@ -58,8 +58,13 @@ class Job:
 
     @property
     def lowered_to(self) -> str:
-        """Of ExecuTorch: the backend, XNNPACK unless another was asked for."""
-        return self.backend or "xnnpack"
+        """Of ExecuTorch: the backend, as asked or by what else was said."""
+        return self.backend or ("qnn" if self.device else "xnnpack")
+
+    @property
+    def for_npu(self) -> bool:
+        """Whether the NPU's own arithmetic computes what is shipped."""
+        return self.format == "qnn" or (self.format == "executorch" and self.lowered_to == "qnn")
 
 
 def find_scheme(job: Job) -> tuple[str, Scheme | None]:
@@ -103,6 +108,18 @@ def executorch_precision(job: Job) -> str:
     return precision
 
 
+def check_executorch(job: Job, device: Device) -> None:
+    """Refuse what ExecuTorch's QNN backend cannot do. Raises RingstepError."""
+    from exporters.executorch.qnn import known_chip
+    from ringstep import qairt
+
+    known_chip(device.chip)
+    qairt.require()
+    if job.chunk > 1 and not device.chip.weight_sharing:
+        raise RingstepError(f"--chunk {job.chunk}: decode and prefill cannot share weights on {device.chip.name} "
+                            f"({device.chip.htp_arch}), which takes v73 or newer; leave --chunk out")  # fmt: skip
+
+
 def floats(scheme: Scheme) -> bool:
     """Whether a scheme quantises nothing."""
     weights = (scheme.weights, scheme.head, scheme.embedding)
@@ -118,10 +135,13 @@ def find_target(job: Job, precision: str, scheme: Scheme | None) -> Device | Non
             f"scheme {scheme.name} leaves activations in float ([activations] bits = 0), which no NPU takes beside "
             f"integer weights: {instead} for a CPU, or use a scheme such as w8a16"
         )
-    if job.format != "qnn":
+    if not job.for_npu:
         return device
     if device is None:
-        raise RingstepError("a QNN binary is for one chip: give --device (see ringstep devices) or --format onnx")
+        instead = "--format onnx" if job.format == "qnn" else "--backend xnnpack"
+        raise RingstepError(f"what the NPU runs is for one chip: give --device (see ringstep devices) or {instead}")
+    if job.format == "executorch":
+        check_executorch(job, device)
     if scheme is not None:
         return device
     if precision == "fp32":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from exporters.compiled import compile_stages
-from exporters.executorch_stage import LIBRARIES, executorch_stage
+from exporters.executorch.stage import LIBRARIES, executorch_stage
 from exporters.job import DEFAULT_CONTEXT, DTYPES, FORMATS, Job, find_scheme, find_target, refuse_quantised
 from exporters.stages import READERS, flat, versions
 from ringstep import console
@@ -47,9 +47,9 @@ class Line:
         precision, self.scheme = find_scheme(job)
         self.device: Device | None = find_target(job, precision, self.scheme)
         self.precision = precision
-        self.dtype = "float32" if self.scheme or job.format == "executorch" else DTYPES[precision]
+        self.dtype = "float32" if self.scheme else DTYPES[precision]
         # Accurate forms are for fp16's kernels; those of 16-bit integers are good (docs/htp-accuracy.md).
-        accurate = self.scheme is None and (job.format == "qnn" or precision == "fp16")
+        accurate = self.scheme is None and (job.for_npu or precision == "fp16")
         self.activations = job.activations or ("accurate" if accurate else "native")
         if self.scheme and self.activations == "accurate":
             raise RingstepError("--activations accurate: these forms are for fp16; leave it out of a quantised export")

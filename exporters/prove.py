@@ -19,7 +19,7 @@ from ringstep.manifest import manifest_of
 from ringstep.parity import metrics
 from ringstep.parity.report import Report, Truth, answer_parity, generate, teacher_forced
 from ringstep.parity.windows import Mode
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 from ringstep.text import Text
 
 if TYPE_CHECKING:
@@ -105,11 +105,11 @@ def two_windows(spec: StepSpec) -> int:
 def proof_tokens(spec: StepSpec, engine: str) -> int:
     """How long a text proves an engine: past the second wrap of every window, as far as a simulator's pace allows."""
     count = max(PROOF_TOKENS, two_windows(spec))
-    if engine == "qnn-sim" and spec.scheme:
+    if is_simulated(spec, engine) and spec.scheme:
         # A simulated call of a quantised graph takes seconds, one token or 32; the last token runs the decode graph.
         largest = max(graph.n for graph in spec.graphs)
         count = QUANTISED_CALLS if largest == 1 else largest * -(-SIMULATED_TOKENS // largest) + 1
-    elif engine == "qnn-sim":
+    elif is_simulated(spec, engine):
         count = max(SIMULATED_TOKENS, min(two_windows(spec), PROOF_TOKENS))
     return min(spec.context, count)
 
@@ -134,7 +134,8 @@ def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
 def proof_engines(job: Job, scheme: Scheme | None) -> dict[str, str | None]:
     """What the proof of an export runs on, and what each answers; None: it reads a text."""
     if job.format == "executorch":
-        return {"ort": None, "executorch": None}
+        # A float16 graph on a CPU says nothing about the NPU.
+        return {"executorch": job.prompt} if job.for_npu else {"ort": None, "executorch": None}
     if scheme:
         # Quantised, the simulator takes seconds a token: ONNX Runtime answers, the simulator reads a text.
         return {"ort": job.prompt, **({"qnn-sim": None} if job.format == "qnn" else {})}
@@ -164,7 +165,7 @@ def prove(
     reports = []
     for engine, prompt in engines.items():
         with DecodeSession.open(folder, engine) as session:
-            label = "simulated: " if engine == "qnn-sim" else ""
+            label = "simulated: " if is_simulated(spec, engine) else ""
             chat = chat_ids(folder, spec, prompt)
             if chat:
                 with console.progress("the original's answer"):
@@ -177,7 +178,7 @@ def prove(
                 truth = as_stored(truth, folder)
                 with console.progress(f"{label}{len(truth.ids)} tokens on {engine}", len(truth.ids)) as tick:
                     report = teacher_forced(session, truth, threshold_db, tick)
-            mode = windows or ("off" if engine == "qnn-sim" else "fast")
+            mode = windows or ("off" if is_simulated(spec, engine) else "fast")
             found = window_gate(session, folder, checkpoint, mode, reference, None if spec.scheme else threshold_db)
         reports.append(plain(report, folder, prompt if chat else None))
         reports[-1]["windows"] = found

@@ -16,7 +16,7 @@ from ringstep.parity.golden import Golden
 from ringstep.parity.metrics import Verdict, agreement
 from ringstep.parity.report import Report, Truth, generate, start_report
 from ringstep.parity.runs import compare_runs, record
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 
 FILE = "drift.json"
 TOKENS, SIMULATED_TOKENS, PROMPT_TOKENS = 300, 96, 16
@@ -24,7 +24,7 @@ TOKENS, SIMULATED_TOKENS, PROMPT_TOKENS = 300, 96, 16
 
 def drift_tokens(spec: StepSpec, engine: str, prompt: int, tokens: int | None) -> int:
     """How many tokens to generate after a prompt: what was asked for, as far as the context goes."""
-    wanted = tokens or (SIMULATED_TOKENS if engine == "qnn-sim" else TOKENS)
+    wanted = tokens or (SIMULATED_TOKENS if is_simulated(spec, engine) else TOKENS)
     room = spec.context - prompt + 1  # the last token is not fed
     if room < FEWEST_TOKENS:
         raise RingstepError(f"--drift: a slope takes {FEWEST_TOKENS} tokens after a prompt of {prompt}, the context of "
@@ -40,7 +40,7 @@ def prove_drift(folder: Path, reference: Reference | Golden, engine: str, tokens
     truth, prompt = original(folder, spec, reference, engine, tokens)
     copied = len(spec.prefix.ids) if spec.prefix else 0
     fed = truth.ids[: len(truth.logits)]
-    label = "simulated: " if engine == "qnn-sim" else ""
+    label = "simulated: " if is_simulated(spec, engine) else ""
     with DecodeSession.open(folder, engine) as session:
         with console.progress(f"{label}{len(fed)} tokens of the original's text on {engine}", len(fed)) as tick:
             # One at a time, as a generation is: a chunk may be kinder to a ring.

@@ -12,7 +12,7 @@ from ringstep.errors import RingstepError
 from ringstep.parity.golden import Golden
 from ringstep.parity.report import Truth, start_report
 from ringstep.parity.runs import compare_runs, greedy, record
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 from ringstep.text import Text
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ def prove_golden(artifact: Artifact, golden: Golden, engine: str, tokens: int | 
     """A plain report as `prove` gives it; a simulator reads as much of the golden as its pace allows."""
     spec = artifact.spec
     count = len(golden.fed)
-    if engine == "qnn-sim" and tokens is None:
+    if is_simulated(spec, engine) and tokens is None:
         count = min(count, proof_tokens(spec, engine))
     truth = as_stored(golden.truth, artifact.folder)
     with DecodeSession.open(artifact.folder, engine) as session:
-        label = "simulated: " if engine == "qnn-sim" else ""
+        label = "simulated: " if is_simulated(spec, engine) else ""
         with console.progress(f"{label}{count} tokens on {engine}", count) as tick:
             run = record(session, golden.fed[:count], engine, tick)
         report = start_report(session, truth.source, threshold_db)

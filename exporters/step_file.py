@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exporters.executorch_stage import PTE
+from exporters.executorch.stage import PTE, SIMULATED_PTE, builds_two
 from ringstep.contract import EmbeddingSpec, Encoding, GraphSpec, PartSpec, StepSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def float_spec(line: Line, cuts: Mapping[str, list[int]]) -> StepSpec:
             hidden = tuple(TensorSpec(name, (graph.n, line.plan.hidden), line.dtype, "hidden") for name in crossing)
         if line.job.format == "executorch":
             parts["executorch"] = (dataclasses.replace(parts["onnx"][0], file=PTE),)
+            if builds_two(line.job):
+                parts["executorch-simulated"] = (dataclasses.replace(parts["onnx"][0], file=SIMULATED_PTE),)
         graphs.append(dataclasses.replace(graph, parts=parts, hidden=hidden))
     embedding = None
     if not line.options.embedding_inside and not line.quantised:

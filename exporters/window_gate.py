@@ -10,7 +10,7 @@ from ringstep import console
 from ringstep.checkpoint import Checkpoint
 from ringstep.parity.thresholds import thresholds_for
 from ringstep.parity.windows import Mode, feedings, judge, plain
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 
 
 def window_gate(session: DecodeSession, folder: Path, checkpoint: Checkpoint, mode: Mode, original: Reference,
@@ -32,7 +32,7 @@ def window_gate(session: DecodeSession, folder: Path, checkpoint: Checkpoint, mo
             truth = OwnWeights(folder, checkpoint).truth(proof_ids(spec, folder, longest))
         else:
             truth = original.truth(proof_ids(spec, folder, longest))
-    label = "simulated: " if engine == "qnn-sim" else ""
+    label = "simulated: " if is_simulated(spec, engine) else ""
     with console.progress(f"{label}windows on {engine}", len(tried)) as tick:
         return plain(mode, truth.source, limit, judge(session, truth, tried, limit, tick))
 

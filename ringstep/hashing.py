@@ -54,9 +54,14 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _cache_file() -> Path:
+def cache_home() -> Path:
+    """The user's cache folder of ringstep; it need not exist."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "ringstep" / "sha256.json"
+    return Path(base) / "ringstep"
+
+
+def _cache_file() -> Path:
+    return cache_home() / "sha256.json"
 
 
 def _load() -> dict[str, object]:

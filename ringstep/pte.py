@@ -12,6 +12,7 @@ from typing import Any
 from ringstep.engines.executorch import first_line, quiet, require
 from ringstep.errors import RingstepError
 from ringstep.files import ordinary_size
+from ringstep.pte_qnn import contexts
 
 HEAD_BYTES = 64
 IDENTIFIER = b"ET12"
@@ -33,6 +34,10 @@ def describe(path: Path) -> dict[str, Any]:
             if offset + length > max(segment_bytes, size - base):
                 raise RingstepError(f"{path}: truncated: a segment ends behind the file's {size} bytes")
         copies = equal_blobs(blobs(data, base, segments, program))
+        try:
+            compiled = list(contexts(program, data, base).values())
+        except RingstepError as error:
+            raise RingstepError(f"{path}: {error}") from None
     if not program.execution_plan:
         raise RingstepError(f"{path}: damaged: ExecuTorch cannot read a method in it")
     constants = {plan.name: returned(plan) for plan in program.execution_plan if not plan.inputs}
@@ -40,7 +45,7 @@ def describe(path: Path) -> dict[str, Any]:
         "file": str(path), "bytes": size, "version": program.version, "program_bytes": program_bytes,
         "segment_bytes": [length for _, length in segments],
         "named_data": [data.key for data in program.named_data or []],
-        "methods": methods(program, constants), "constants": constants,
+        "methods": methods(program, constants), "constants": constants, "contexts": compiled,
         "warnings": [f"{' and '.join(names)} hold the same {length} bytes" for names, length in copies],
     }  # fmt: skip
 

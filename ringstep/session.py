@@ -18,6 +18,11 @@ from ringstep.slots import held_positions, visible, writes
 ENGINES = ("ort", "qnn-sim", "executorch")
 
 
+def is_simulated(spec: StepSpec, engine: str) -> bool:
+    """Whether an engine runs an artifact on the HTP simulator, whose times mean nothing."""
+    return engine == "qnn-sim" or (engine == "executorch" and spec.target.get("backend") == "qnn")
+
+
 class DecodeSession:
     """Drives the graphs of an artifact token by token, or chunk by chunk.
 
@@ -71,9 +76,9 @@ class DecodeSession:
 
             made = QnnSimEngine(folder, spec, **options)
         elif engine == "executorch":
-            from ringstep.engines.executorch import ExecutorchEngine
+            from ringstep.engines.executorch import open_engine
 
-            made = ExecutorchEngine(folder, spec, **options)
+            made = open_engine(folder, spec, **options)
         else:
             raise RingstepError(f"engine {engine!r} is unknown{did_you_mean(engine, ENGINES)}; {', '.join(ENGINES)}")
         return cls(spec, made, open_table(folder, spec), open_prefix(folder, spec))

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from ringstep.contract import PartSpec, StepSpec
-from ringstep.engines.base import Arrays
+from ringstep.engines.base import Arrays, Engine
 from ringstep.errors import RingstepError
 
 FORMAT = "executorch"
+SIMULATED = "executorch-simulated"  # where x86 cannot run what is shipped: the same program, its weights not shared
 DECODE, PREFILL = "decode", "prefill"
 
 
@@ -31,6 +32,15 @@ def require() -> None:
 def method_name(n: int) -> str:
     """The method of a .pte that takes n tokens."""
     return DECODE if n == 1 else PREFILL
+
+
+def open_engine(folder: Path, spec: StepSpec) -> Engine:
+    """The engine of an artifact's .pte: in this process, or for the NPU in one that finds Qualcomm's libraries."""
+    if spec.target.get("backend") == "qnn":
+        from ringstep.engines.executorch_qnn import ExecutorchQnnEngine
+
+        return ExecutorchQnnEngine(folder, spec)
+    return ExecutorchEngine(folder, spec)
 
 
 class ExecutorchEngine:
@@ -50,7 +60,8 @@ class ExecutorchEngine:
     def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
         import torch
 
-        (part,) = self.spec.graph(n).parts[FORMAT]
+        formats = self.spec.graph(n).parts
+        (part,) = formats.get(SIMULATED) or formats[FORMAT]
         if n not in self.methods:
             self.methods[n] = self.load(n, part)
         try:

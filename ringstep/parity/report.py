@@ -11,7 +11,7 @@ import numpy as np
 from ringstep.contract import StepSpec
 from ringstep.parity.metrics import SILENT_DB, Verdict, agreement, kl_nats, max_rel, snr_db, top_overlap
 from ringstep.parity.thresholds import scheme_on, thresholds_for
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 
 CacheEntries = tuple[np.ndarray, np.ndarray, np.ndarray]
 DECODED = 8  # last tokens of a text that go through the decode graph
@@ -135,7 +135,7 @@ def start_report(session: DecodeSession, source: str, threshold: float | None) -
     own = thresholds_for(spec, engine)
     limit = own.db if threshold is None else threshold
     scheme = scheme_on(spec, engine)
-    return Report(engine, source, spec.dtype, spec.activations, engine == "qnn-sim", limit, scheme, own.top1)
+    return Report(engine, source, spec.dtype, spec.activations, is_simulated(spec, engine), limit, scheme, own.top1)
 
 
 def compare(report: Report, session: DecodeSession, truth: Truth, logits: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from ringstep.files import read_text
 FILE = Path(__file__).with_name("thresholds.toml")
 FLOATS = ("fp32", "fp16-accurate", "fp16-native")
 ANY_SCHEME = "scheme"
-PRECISIONS = {"onnx": FLOATS, "qnn": FLOATS[1:], "executorch": FLOATS[:1]}
+PRECISIONS = {"onnx": FLOATS, "qnn": FLOATS[1:], "executorch": FLOATS}
 # All other engines run ONNX, or what it stands for.
 FORMS = {"qnn-sim": "qnn", "executorch": "executorch"}
 FLOAT_KEYS, SCHEME_KEYS = ("position_db", "windows_db"), ("pooled_db", "top1", "windows_db")

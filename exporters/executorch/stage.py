@@ -1,0 +1,79 @@
+"""The stage `executorch` of a line: executorch/model.pte."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exporters.stages import READERS, versions
+from ringstep import console
+from ringstep.manifest import StageRecord
+
+if TYPE_CHECKING:
+    from exporters.job import Job
+    from exporters.line import Line
+
+PTE, SIMULATED_PTE = "executorch/model.pte", "executorch/simulated.pte"
+LIBRARIES = ("executorch", "torchao")
+
+
+def builds_two(job: Job) -> bool:
+    """Whether x86 cannot run what is shipped: the NPU's methods share weights, and a second build does not."""
+    return job.lowered_to == "qnn" and job.chunk > 1
+
+
+def executorch_stage(line: Line) -> StageRecord:
+    """Lower the recipe's module for the backend that was asked for. Raises RingstepError without ExecuTorch."""
+    from ringstep.engines.executorch import require
+
+    require()
+    backend = line.job.lowered_to
+    options = {"context": line.context, "chunks": list(line.chunks), "backend": backend, "precision": line.precision,
+               "eos": line.spec.eos, **dataclasses.asdict(line.options)}  # fmt: skip
+    libraries = ["torch", *LIBRARIES]
+    if line.device and backend == "qnn":
+        from ringstep import qairt
+
+        options |= {"chip": line.device.chip.name, "qairt": str(qairt.require())}
+    sources = versions("recipes", f"exporters/executorch/{backend}.py", "exporters/executorch/method.py",
+                       "ringstep/contract.py", *READERS, libraries=tuple(libraries))  # fmt: skip
+    build = build_xnnpack if backend == "xnnpack" else build_qnn
+    return line.stage("executorch", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, sources,
+                      lambda folder: build(line, folder))  # fmt: skip
+
+
+def build_xnnpack(line: Line, folder: Path) -> dict[str, Any]:
+    """The .pte for CPUs."""
+    from exporters.executorch.xnnpack import export_pte
+
+    (folder / PTE).parent.mkdir()
+    with console.progress("lowering for XNNPACK"):
+        return export_pte(line.plan, line.options, line.spec, line.read, folder / PTE)
+
+
+def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
+    """The .pte for the NPU; where its methods share weights, proof that they do, and one that the simulator runs."""
+    from exporters.executorch.qnn import check_shared, lower
+
+    assert line.device is not None
+    (folder / PTE).parent.mkdir()
+    two = builds_two(line.job)
+    with console.progress(f"lowering for {line.device.chip.name}"):
+        facts = lower(line.job, folder / PTE, chip=line.device.chip, share=two)
+    if two:
+        with console.progress("lowering without shared weights, for the simulator"):
+            apart = lower(line.job, folder / SIMULATED_PTE, chip=line.device.chip, share=False)
+        check_shared(facts["bytes"], apart["bytes"], weight_bytes(line), len(line.chunks))
+        facts["simulated"] = apart
+    return facts
+
+
+def weight_bytes(line: Line) -> int:
+    """Bytes of one copy of what the methods hold: all layers and the head, and a table that is inside."""
+    from ringstep.contract import DTYPE_BYTES
+
+    sources = [s for i in range(len(line.plan.layers)) for s in line.plan.layer_sources(i).values()]
+    sources += [line.plan.head, *([line.plan.embedding] if line.options.embedding_inside else [])]
+    return sum(math.prod(s.out_shape) for s in sources) * DTYPE_BYTES[line.dtype]
