@@ -30,7 +30,8 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 
 test: lint
-	$(BIN)/python -m pytest
+# Two at a time, a file's tests together: what they share is an export.
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # Tiny models of every recipe through every precision, on ONNX Runtime and the simulator, against the baseline.
 parity: $(STAMP)

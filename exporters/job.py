@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
 # Precisions of each ExecuTorch backend, its default first.
-EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32",), "qnn": ("fp16",)}
+EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32", "8da4w", "8da4w-g128"), "qnn": ("fp16",)}
 FORMATS = ("qdq", "gptq", "matmulnbits", "encodings", "genie-table")
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.

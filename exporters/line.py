@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from exporters.compiled import compile_stages
-from exporters.executorch.stage import LIBRARIES, executorch_stage
+from exporters.executorch.stage import LIBRARIES, executorch_stage, refuse_too_large
 from exporters.job import DEFAULT_CONTEXT, DTYPES, FORMATS, Job, find_scheme, find_target, refuse_quantised
 from exporters.stages import READERS, flat, versions
 from ringstep import console
@@ -47,7 +47,7 @@ class Line:
         precision, self.scheme = find_scheme(job)
         self.device: Device | None = find_target(job, precision, self.scheme)
         self.precision = precision
-        self.dtype = "float32" if self.scheme else DTYPES[precision]
+        self.dtype = "float32" if self.scheme else DTYPES.get(precision, "float32")
         # Accurate forms are for fp16's kernels; those of 16-bit integers are good (docs/htp-accuracy.md).
         accurate = self.scheme is None and (job.for_npu or precision == "fp16")
         self.activations = job.activations or ("accurate" if accurate else "native")
@@ -164,6 +164,8 @@ class Line:
         """The stages in order."""
         if not (self.job.out / "manifest.json").exists():
             _ = self.spec, self.quantised  # refuse what is bad before a folder is made for it
+            if self.job.format == "executorch":
+                refuse_too_large(self)
         with open_folder(self.job.out) as manifest:
             self.manifest = manifest
             manifest.model = self.job.model

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from exporters.stages import READERS, versions
 from ringstep import console
+from ringstep.errors import RingstepError
 from ringstep.manifest import StageRecord
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 PTE, SIMULATED_PTE = "executorch/model.pte", "executorch/simulated.pte"
 LIBRARIES = ("executorch", "torchao")
+GROUPS = {"8da4w": 32, "8da4w-g128": 128}  # weights that share a scale
 
 
 def builds_two(job: Job) -> bool:
@@ -44,13 +46,25 @@ def executorch_stage(line: Line) -> StageRecord:
                       lambda folder: build(line, folder))  # fmt: skip
 
 
+def refuse_too_large(line: Line) -> None:
+    """Raise RingstepError where the weights are more than one context of the chip may hold: a .pte has no parts."""
+    if line.job.lowered_to != "qnn" or line.device is None:
+        return
+    have, limit = weight_bytes(line), line.device.chip.graph_limit_mb << 20
+    if have > limit:
+        raise RingstepError(
+            f"{have >> 20} MiB of weights, and one context of {line.device.chip.name} holds {limit >> 20} MiB: use "
+            "--format qnn, which cuts a model into parts"
+        )
+
+
 def build_xnnpack(line: Line, folder: Path) -> dict[str, Any]:
     """The .pte for CPUs."""
     from exporters.executorch.xnnpack import export_pte
 
     (folder / PTE).parent.mkdir()
     with console.progress("lowering for XNNPACK"):
-        return export_pte(line.plan, line.options, line.spec, line.read, folder / PTE)
+        return export_pte(line.plan, line.options, line.spec, line.read, folder / PTE, GROUPS.get(line.precision))
 
 
 def build_qnn(line: Line, folder: Path) -> dict[str, Any]:

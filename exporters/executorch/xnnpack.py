@@ -18,6 +18,7 @@ from recipes.plan import Options, Plan, Source
 from recipes.step import DecodeStep
 from ringstep.contract import StepSpec
 from ringstep.engines.executorch import method_name, quiet
+from ringstep.errors import RingstepError
 
 
 class MeanByLinear(nn.Module):
@@ -63,12 +64,34 @@ class ForXnnpack(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source], Any]) -> dict[str, Any]:
-    """The recipe's module traced for each graph of the contract: exported programs by method, over the same tensors."""
+def quantise(step: DecodeStep, group: int) -> None:
+    """8da4w: int8 activations measured at run time; int4 weights in groups of inputs, the head's int8 a channel.
+
+    torchao's, rounded to nearest. Raises RingstepError naming a linear whose inputs are no multiple of `group`.
+    """
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerAxis, PerGroup, quantize_
+
+    for name, module in step.layers.named_modules():
+        if isinstance(module, nn.Linear) and module.in_features % group:
+            raise RingstepError(f"layers.{name} has {module.in_features} inputs, no multiple of the group of {group}")
+    narrow = Int8DynamicActivationIntxWeightConfig(weight_dtype=getattr(torch, "int4"), weight_granularity=PerGroup(group))
+    wide = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
+    quantize_(step.layers, narrow)
+    quantize_(step.head, wide)
+
+
+def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source], Any], group: int | None,
+          ) -> dict[str, Any]:  # fmt: skip
+    """The recipe's module traced for each graph of the contract: exported programs by method, over the same tensors.
+
+    `group` is how many weights share a scale in 8da4w, None for floats.
+    """
     # A stack trace for each node would be most of the time.
     with torch.no_grad(), patch.object(torch.fx.config, "do_not_emit_stack_traces", True), ForXnnpack():
         step = DecodeStep(plan, options, spec, read)
         replace_norms(step)
+        if group:
+            quantise(step, group)
         return {method_name(graph.n): torch.export.export(Method(step, graph), example_inputs(graph))
                 for graph in spec.graphs}  # fmt: skip
 
@@ -85,6 +108,6 @@ def lower(programs: dict[str, Any], described: dict[str, Any]) -> Any:
 
 
 def export_pte(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source], Any], file: Path,
-               ) -> dict[str, Any]:  # fmt: skip
+               group: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Write the .pte of a contract's graphs; returns its bytes, and delegates and CPU kernels by method."""
-    return write_pte(lower(trace(plan, options, spec, read), constants(spec)), file)
+    return write_pte(lower(trace(plan, options, spec, read, group), constants(spec)), file)
