@@ -16,7 +16,7 @@ from exporters.artifact import Artifact
 from ringstep.contract import EmbeddingSpec
 from ringstep.encoding import open_table
 from ringstep.errors import RingstepError
-from ringstep.session import DecodeSession
+from ringstep.session import DecodeSession, is_simulated
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,9 @@ class Stage:
     stored: bool = True
     """Whether its caches hold what the artifact's do: the original's and the recipe's values are never rotated."""
 
-    @property
-    def simulated(self) -> bool:
+    def simulated(self, artifact: Artifact) -> bool:
         """Whether its arithmetic is a simulator's."""
-        return self.engine == "qnn-sim"
+        return is_simulated(artifact.spec, self.engine)
 
 
 def open_recipe(artifact: Artifact) -> DecodeSession:
@@ -121,14 +120,28 @@ def lacks_binary(artifact: Artifact) -> str:
     return ""
 
 
-# One row a stage, in the order of the line; the original comes before all of them. A stage yet to come (ExecuTorch, a
-# phone) is a row at the end: an engine, how to open it, and when there is none.
+def lacks_pte(artifact: Artifact) -> str:
+    """Only --format executorch has it, and only where ExecuTorch is installed."""
+    from ringstep.engines.executorch import FORMAT, require
+
+    if not all(FORMAT in graph.parts for graph in artifact.spec.graphs):
+        return "it was exported without --format executorch"
+    try:
+        require()
+    except RingstepError as error:
+        return str(error)
+    return ""
+
+
+# One row a stage, in the order of the line; the original comes before all of them. A stage yet to come (a phone) is a
+# row at the end: an engine, how to open it, and when there is none.
 STAGES: tuple[Stage, ...] = (
     Stage("recipe", "torch", open_recipe, lacks_checkpoint, stored=False),
     Stage("onnx", "ort", open_traced, lacks_traced),
     Stage("sanitised", "ort", open_sanitised, lacks_sanitised),
     Stage("quantised", "ort", lambda artifact: DecodeSession.open(artifact.folder, "ort"), lacks_scheme),
     Stage("compiled", "qnn-sim", lambda artifact: DecodeSession.open(artifact.folder, "qnn-sim"), lacks_binary),
+    Stage("executorch", "executorch", lambda artifact: DecodeSession.open(artifact.folder, "executorch"), lacks_pte),
 )
 ORIGINAL = "original"
 NAMES = (ORIGINAL, *(stage.name for stage in STAGES))

@@ -14,7 +14,8 @@ from ringstep import completion, console
 from ringstep.errors import RingstepError
 from ringstep.options import as_json, common
 
-STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled")  # opening.NAMES, without its imports
+# opening.NAMES, without its imports.
+STAGES = ("original", "recipe", "onnx", "sanitised", "quantised", "compiled", "executorch")
 GATE_OPTIONS = ("artifact", "update_baseline", "only", "json_", "quiet", "verbose")
 
 
@@ -29,7 +30,7 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.argument("artifact", type=click.Path(path_type=Path), required=False)
 @click.option("--engine", type=click.Choice(["ort", "qnn-sim", "executorch"]),
               help="ort: ONNX Runtime on the CPU (the default). qnn-sim: Qualcomm's HTP simulator. "
-              "executorch: its runtime. --stages runs both unless told ort.")  # fmt: skip
+              "executorch: its runtime. --stages runs what there is unless told ort.")  # fmt: skip
 @click.option("--model", shell_complete=completion.model,
               help="The original, when it is no longer where the export found it.")  # fmt: skip
 @click.option("--golden", type=click.Path(path_type=Path),

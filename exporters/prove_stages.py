@@ -61,14 +61,15 @@ def chosen(artifact: Artifact, against: str, engine: str | None) -> tuple[list[S
     after = STAGES if against == ORIGINAL else STAGES[NAMES.index(against) - 1 :]
     found, absent = [], {}
     for stage in after:
-        reason = "left out by --engine ort" if stage.simulated and engine == "ort" else stage.lacking(artifact)
+        left_out = engine == "ort" and stage.engine not in ("torch", "ort")
+        reason = "left out by --engine ort" if left_out else stage.lacking(artifact)
         if reason:
             absent[stage.name] = reason
         else:
             found.append(stage)
-    simulated = next(stage.name for stage in STAGES if stage.simulated)
-    if engine == "qnn-sim" and simulated in absent:
-        raise RingstepError(f"--engine qnn-sim: {artifact.folder} has no stage {simulated}: {absent[simulated]}")
+    wanted = next((stage.name for stage in STAGES if stage.engine == engine and engine != "ort"), None)
+    if wanted in absent:
+        raise RingstepError(f"--engine {engine}: {artifact.folder} has no stage {wanted}: {absent[wanted]}")
     if against in absent:
         raise RingstepError(f"--against {against}: {artifact.folder} has no such stage: {absent[against]}")
     return found, absent
@@ -79,13 +80,14 @@ def run_stage(artifact: Artifact, stage: Stage, ids: Sequence[int]) -> Ran:
     with console.progress(f"opening {stage.name}"):
         session = stage.open(artifact)
     with session:
-        count = min(len(ids), proof_tokens(artifact.spec, stage.engine)) if stage.simulated else len(ids)
-        label = "simulated: " if stage.simulated else ""
+        simulated = stage.simulated(artifact)
+        count = min(len(ids), proof_tokens(artifact.spec, stage.engine)) if simulated else len(ids)
+        label = "simulated: " if simulated else ""
         with console.progress(f"{label}{count} tokens on {stage.name}", count) as tick:
             truth = record(session, ids[:count], stage.name, tick)
         truth = truth if stage.stored else as_stored(truth, artifact.folder)
         copied = len(session.spec.prefix.ids) if session.spec.prefix else 0
-        return Ran(stage.name, stage.engine, stage.simulated, session.spec, truth, copied)
+        return Ran(stage.name, stage.engine, simulated, session.spec, truth, copied)
 
 
 def prove_stages(artifact: Artifact, reference: Reference | Golden, *, against: str = ORIGINAL,

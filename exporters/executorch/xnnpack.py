@@ -74,10 +74,9 @@ def quantise(step: DecodeStep, group: int) -> None:
     for name, module in step.layers.named_modules():
         if isinstance(module, nn.Linear) and module.in_features % group:
             raise RingstepError(f"layers.{name} has {module.in_features} inputs, no multiple of the group of {group}")
-    narrow = Int8DynamicActivationIntxWeightConfig(weight_dtype=getattr(torch, "int4"), weight_granularity=PerGroup(group))
-    wide = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
-    quantize_(step.layers, narrow)
-    quantize_(step.head, wide)
+    int4: Any = torch.int4  # type: ignore[attr-defined]
+    quantize_(step.layers, Int8DynamicActivationIntxWeightConfig(int4, PerGroup(group)))
+    quantize_(step.head, Int8DynamicActivationIntxWeightConfig(torch.int8, PerAxis(0)))
 
 
 def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source], Any], group: int | None,

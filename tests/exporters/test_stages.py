@@ -54,7 +54,7 @@ def test_float_stages(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert body.keys() >= KEYS and all(s.keys() >= STAGE_KEYS for s in body["stages"])
     assert [s["stage"] for s in body["stages"]] == ["recipe", "onnx", "sanitised"]
     assert [s["before"]["stage"] for s in body["stages"]] == ["original", "recipe", "onnx"]
-    assert body["absent"].keys() == {"quantised", "compiled"} and body["against"] == "original"
+    assert body["absent"].keys() == {"quantised", "compiled", "executorch"} and body["against"] == "original"
     assert body["tokens"] == 48 and body["passed"]
     for stage in body["stages"]:
         assert stage["summary"]["snr_db"]["min"] >= 90 and len(stage["snr_db"]) == 48
