@@ -21,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantize.activations import Activation
-from quantize.files import new_file
 from quantize.grid import BITS, Grid, QuantisedWeight
 from ringstep.contract import INTEGERS, Encoding
 from ringstep.errors import RingstepError, did_you_mean
-from ringstep.files import ordinary_size
+from ringstep.files import new_file, ordinary_size
 from ringstep.tensor_file import parse_json
 
 VERSION = "1.0.0"

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantize.activations import Activation, from_range
-from quantize.files import new_file
 from quantize.parameters import Pieces
 from recipes.plan import Plan
 from ringstep.contract import INTEGERS
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import new_file
 
 BINS = 8192  # of the histogram that a clipped range is searched on
 Tick = Callable[[float], None]

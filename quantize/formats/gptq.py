@@ -31,7 +31,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from quantize.files import new_folder
 from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import BITS, pack
 from quantize.parameters import GridOf, Pieces, WeightOf, linears, parameters
@@ -40,6 +39,7 @@ from recipes.plan import Plan, Source
 from ringstep import __version__
 from ringstep.checkpoint import Checkpoint
 from ringstep.errors import RingstepError
+from ringstep.files import new_folder
 
 CONFIG = "quantize_config.json"
 GROUPS = (16, 32, 64, 128, 256, 512, 1024)  # what gptqmodel's kernels know, and one group a row

@@ -20,13 +20,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from quantize.files import new_file
 from quantize.grid import Grid, QuantisedWeight
 from quantize.pack import pack
 from quantize.parameters import GridOf, WeightOf, linears
 from recipes.plan import Plan
 from recipes.weights import key
 from ringstep.errors import RingstepError
+from ringstep.files import new_file
 from sanitize import graph as graphs
 from sanitize import tensors
 from sanitize.model_file import read_model, write_model
