@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from export_runs import GEMMA, run, write_checkpoint
+from export_runs import GEMMA, LLAMA, run, write_checkpoint
 
 from exporters.line import Job, Line
 from exporters.tiny import tiny_ids, write_tiny
@@ -94,7 +94,7 @@ def test_without_executorch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [(("--format", "executorch", "--precision", "w4a16"), "xnnpack has fp32"),
+    [(("--format", "executorch", "--precision", "w4a16"), "xnnpack has fp32, 8da4w"),
      (("--format", "onnx", "--backend", "xnnpack"), "--backend xnnpack: goes with --format executorch"),
      (("--format", "executorch", "--scheme", "x.toml"), "precisions of its own")],
 )  # fmt: skip
@@ -102,3 +102,48 @@ def test_refusals(options: tuple[str, ...], words: str, tmp_path: Path, capsys: 
     model = write_tiny(tmp_path / "model", "llama")
     assert run("export", model, "--out", tmp_path / "out", *options) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def rounded(weight: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """Nearest symmetric integers of `bits`, a scale for each `group` inputs of a row, as floats."""
+    most = 2 ** (bits - 1)
+    blocks = weight.reshape(len(weight), -1, group)
+    scale = np.abs(blocks).max(-1, keepdims=True) / (most - 0.5)
+    return (np.clip(np.round(blocks / scale), -most, most - 1) * scale).reshape(weight.shape).astype(np.float32)
+
+
+@needs_executorch
+def test_8da4w(tmp_path: Path) -> None:
+    """Against ONNX Runtime on weights rounded here: what is left are the 8-bit activations."""
+    from safetensors.numpy import load_file, save_file
+
+    config = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "tie_word_embeddings": False}  # fmt: skip
+    model = write_checkpoint(tmp_path / "model", config)
+    twin = write_checkpoint(tmp_path / "twin", config)
+    tensors = load_file(model / "model.safetensors")
+    for name, weight in tensors.items():
+        if weight.ndim == 2 and "embed" not in name:
+            tensors[name] = rounded(weight, 8, 64) if "lm_head" in name else rounded(weight, 4, 32)
+    save_file(tensors, twin / "model.safetensors")
+    common = {"context": 16, "parity": False}
+    Line(Job(model=str(model), out=tmp_path / "pte", format="executorch", precision="8da4w", **common)).run()
+    Line(Job(model=str(twin), out=tmp_path / "twin-out", format="onnx", **common)).run()
+    Line(Job(model=str(model), out=tmp_path / "float-out", format="onnx", **common)).run()
+    ids = tiny_ids(config["vocab_size"], 12)
+    with DecodeSession.open(tmp_path / "pte", "executorch") as own, DecodeSession.open(tmp_path / "twin-out") as other:
+        have = own.step(ids)
+        assert snr_db(other.step(ids), have) > 24
+    with DecodeSession.open(tmp_path / "float-out") as exact:
+        assert 8 < snr_db(exact.step(ids), have) < 20  # it was quantised
+    (found,) = pte.describe(tmp_path / "pte/executorch/model.pte")["methods"].values()
+    assert found["delegates"] == {"XnnpackBackend": 1} and not found["cpu_kernels"]
+
+
+@needs_executorch
+def test_8da4w_needs_whole_groups(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", LLAMA)
+    job = Job(model=str(model), out=tmp_path / "out", format="executorch", precision="8da4w", context=16, parity=False)
+    with pytest.raises(RingstepError, match=r"layers\.0\.attn\.q_proj has 48 inputs, no multiple of the group of 32"):
+        Line(job).run()
+    assert not (tmp_path / "out/executorch").exists()
