@@ -34,13 +34,12 @@ def executorch_stage(line: Line) -> StageRecord:
     backend = line.job.lowered_to
     options = {"context": line.context, "chunks": list(line.chunks), "backend": backend, "precision": line.precision,
                "eos": line.spec.eos, **dataclasses.asdict(line.options)}  # fmt: skip
-    libraries = ["torch", *LIBRARIES]
     if line.device and backend == "qnn":
         from ringstep import qairt
 
-        options |= {"chip": line.device.chip.name, "qairt": str(qairt.require())}
+        options |= {"chip": line.device.chip.name, "libraries": qairt.require().name}
     sources = versions("recipes", f"exporters/executorch/{backend}.py", "exporters/executorch/method.py",
-                       "ringstep/contract.py", *READERS, libraries=tuple(libraries))  # fmt: skip
+                       "ringstep/contract.py", *READERS, libraries=("torch", *LIBRARIES))  # fmt: skip
     build = build_xnnpack if backend == "xnnpack" else build_qnn
     return line.stage("executorch", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, sources,
                       lambda folder: build(line, folder))  # fmt: skip
