@@ -58,8 +58,8 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.option("--backend", type=click.Choice(["xnnpack", "qnn"]), help="Of executorch: what the .pte is lowered to, "
               "xnnpack for CPUs, qnn for the NPU. Default: qnn with --device, else xnnpack.")  # fmt: skip
 @click.option("--precision", metavar="NAME", shell_complete=offered.precision,
-              help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes). "
-              "Default: fp16 for qnn, fp32 for onnx and executorch.")  # fmt: skip
+              help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes); of XNNPACK also 8da4w. "
+              "Default: fp16 for the NPU, fp32 for CPUs.")  # fmt: skip
 @click.option("--scheme", type=click.Path(path_type=Path), help="A quantisation scheme of your own, a .toml file.")
 @calibration_options
 @size_options

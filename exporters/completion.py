@@ -14,7 +14,9 @@ def scheme_names() -> list[str]:
 
 def precision_names() -> list[str]:
     """What --precision of an export takes."""
-    return list(dict.fromkeys(["fp32", "fp16", *scheme_names()]))
+    from exporters.job import EXECUTORCH
+
+    return list(dict.fromkeys(["fp32", "fp16", *scheme_names(), *EXECUTORCH["xnnpack"]]))
 
 
 def format_names() -> tuple[str, ...]:
