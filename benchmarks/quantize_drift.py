@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 from measure import BUILD, ROOT, run
@@ -35,9 +36,9 @@ def main() -> None:
     parser.add_argument("--precision", default="w8a16")
     args = parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
-    run([BUILD.parent / ".venv/bin/ringstep", "export", GOLDEN, "--format", "onnx", "--precision", args.precision,
-         "--context", "64", "--no-parity", "--out", OUT / "out"], OUT / "log")  # fmt: skip
+    command = [Path(sys.executable).with_name("ringstep"), "export", GOLDEN, "--format", "onnx",
+               "--precision", args.precision, "--context", "64", "--no-parity", "--out", OUT / "out"]  # fmt: skip
+    run(command, OUT / "log")
     checkpoint = open_checkpoint(str(GOLDEN))
     own = OwnWeights(OUT / "out", checkpoint)
     references = {"the original": RecipeReference(checkpoint), "its own rounded weights": own}

@@ -165,30 +165,15 @@ def generate(artifact: Path, prompt: str, engine: str, max_tokens: int, raw: boo
 @common
 def inspect(artifact: Path, json_: bool) -> int:
     """Show ARTIFACT's inputs, caches, files, and KV bytes by context; of a .pte its methods, delegates and kernels."""
-    from exporters.inspect import describe, print_description, print_pte
-    from ringstep import pte
+    from exporters.inspect import describe, describe_pte, print_description, print_pte
 
     single = artifact.suffix == ".pte" and not artifact.is_dir()
-    body = pte.describe(artifact) if single else describe(artifact)
-    if single and body["contexts"]:
-        body["graphs"] = graphs_inside(artifact)
+    body = describe_pte(artifact) if single else describe(artifact)
     if json_:
         console.print_json(body)
     else:
         (print_pte if single else print_description)(body)
     return 0
-
-
-def graphs_inside(path: Path) -> dict[str, Any] | None:
-    """The graphs of a .pte's context binaries; None, with a warning, where Qualcomm's libraries are not at hand."""
-    from ringstep import pte_qnn, qairt
-
-    try:
-        qairt.require()
-    except RingstepError as error:
-        console.warn(f"the graphs inside are not listed: {error}")
-        return None
-    return pte_qnn.graphs(path)
 
 
 cli.add_command(parity)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringstep import console
 from ringstep.contract import DTYPE_BYTES, CacheSpec, StepSpec
+from ringstep.errors import RingstepError
 from ringstep.manifest import FILE, manifest_of
 
 CONTEXTS = (1024, 4096, 8192, 32768, 131072)
@@ -55,6 +56,26 @@ def describe(artifact: Path) -> dict[str, Any]:
         ],
         "files": files,
     }  # fmt: skip
+
+
+def describe_pte(path: Path) -> dict[str, Any]:
+    """A .pte as plain values, with the graphs of its context binaries where it has any. Raises RingstepError."""
+    from ringstep import pte
+
+    body = pte.describe(path)
+    return body | {"graphs": graphs_inside(path)} if body["contexts"] else body
+
+
+def graphs_inside(path: Path) -> dict[str, Any] | None:
+    """The graphs of a .pte's context binaries; None, with a warning, where Qualcomm's libraries are not at hand."""
+    from ringstep import pte_qnn, qairt
+
+    try:
+        qairt.require()
+    except RingstepError as error:
+        console.warn(f"the graphs inside are not listed: {error}")
+        return None
+    return pte_qnn.graphs(path)
 
 
 def print_pte(body: dict[str, Any]) -> None:

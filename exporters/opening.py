@@ -111,21 +111,20 @@ def lacks_binary(artifact: Artifact) -> str:
     """Only --format qnn has it, and only where Qualcomm's plugin runs."""
     from ringstep import qnn
 
-    if not all("qnn" in graph.parts for graph in artifact.spec.graphs):
-        return "it was exported without --format qnn"
-    try:
-        qnn.require()
-    except RingstepError as error:
-        return str(error)
-    return ""
+    return lacks_format(artifact, "qnn", qnn.require)
 
 
 def lacks_pte(artifact: Artifact) -> str:
     """Only --format executorch has it, and only where ExecuTorch is installed."""
     from ringstep.engines.executorch import FORMAT, require
 
-    if not all(FORMAT in graph.parts for graph in artifact.spec.graphs):
-        return "it was exported without --format executorch"
+    return lacks_format(artifact, FORMAT, require)
+
+
+def lacks_format(artifact: Artifact, form: str, require: Callable[[], None]) -> str:
+    """Why a format cannot be run: it was not exported, or `require` says what is not installed."""
+    if not all(form in graph.parts for graph in artifact.spec.graphs):
+        return f"it was exported without --format {form}"
     try:
         require()
     except RingstepError as error:

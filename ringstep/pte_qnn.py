@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ringstep.errors import RingstepError
 
 BACKEND = "QnnBackend"
 LIMIT_SECONDS = 300.0
+QAIRT = re.compile(rb"v\d+\.\d+\.\d+\.\d{6,}")
 
 
 def contexts(program: Any, data: mmap.mmap, base: int) -> dict[int, dict[str, Any]]:
@@ -28,21 +28,22 @@ def contexts(program: Any, data: mmap.mmap, base: int) -> dict[int, dict[str, An
                 continue
             index = delegate.processed.index
             if index not in found:
-                blob = delegate_data(program, delegate, data, base)
-                version = re.search(rb"v\d+\.\d+\.\d+\.\d{6,}", blob)
-                found[index] = {"bytes": len(blob), "qairt": version[0].decode() if version else None,
+                blob, start, end = delegate_data(program, delegate, data, base)
+                version = QAIRT.search(blob, start, end)
+                found[index] = {"bytes": end - start, "qairt": version[0].decode() if version else None,
                                 **compiled_for(delegate), "methods": []}  # fmt: skip
             found[index]["methods"].append(plan.name)
     return found
 
 
-def delegate_data(program: Any, delegate: Any, data: mmap.mmap, base: int) -> bytes:
-    """The bytes of a delegate, which lie in the program or in a segment behind it."""
+def delegate_data(program: Any, delegate: Any, data: mmap.mmap, base: int) -> tuple[bytes | mmap.mmap, int, int]:
+    """Where the bytes of a delegate begin and end, in the program or in a segment of the file, which is not copied."""
     at = delegate.processed
     if at.location.name == "INLINE":
-        return bytes(program.backend_delegate_data[at.index].data)
+        inside = bytes(program.backend_delegate_data[at.index].data)
+        return inside, 0, len(inside)
     segment = program.segments[at.index]
-    return data[base + segment.offset : base + segment.offset + segment.size]
+    return data, base + segment.offset, base + segment.offset + segment.size
 
 
 def compiled_for(delegate: Any) -> dict[str, Any]:
@@ -63,15 +64,15 @@ def compiled_for(delegate: Any) -> dict[str, Any]:
 
 
 def graphs(path: Path) -> dict[str, dict[str, Any]]:
-    """Graph names of a .pte's context binaries, with names, shapes, types and encodings of inputs and outputs.
+    """Graph names of a .pte's context binaries, with names, shapes and types of inputs and outputs.
 
     Qualcomm's libraries read them, in a child process. Raises RingstepError where those are missing or refuse.
     """
-    found: Mapping[str, Any] = child.run(
+    found: dict[str, dict[str, Any]] = child.run(
         f"{path.name}: reading its context", _graphs, path.resolve(), timeout_s=LIMIT_SECONDS,
         explain=qairt.explain, env=qairt.environment(qairt.require()),
     ).value  # fmt: skip
-    return dict(found)
+    return found
 
 
 def _graphs(path: Path) -> dict[str, dict[str, Any]]:

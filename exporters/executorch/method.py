@@ -28,12 +28,6 @@ class Method(nn.Module):
         return tuple(outputs[name] for name in self.outputs)
 
 
-def slices(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
-    """Pieces of x of these sizes, one after the other."""
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [x.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True)]
-
-
 def example_inputs(graph: GraphSpec) -> tuple[Tensor, ...]:
     """Zeros in the shapes and types of a graph's inputs."""
     return tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in graph.inputs)

@@ -30,7 +30,7 @@ def known_chip(chip: Chip) -> None:
         raise RingstepError(f"ExecuTorch's QNN backend does not know {chip.name} (soc_model {chip.soc_model})")
 
 
-def lower(job: Job, file: Path, *, chip: Chip, share: bool, log: Path | None = None) -> dict[str, Any]:
+def lower(job: Job, file: Path, *, chip: Chip, share: bool) -> dict[str, Any]:
     """Write the .pte of a job; returns its facts, with the seconds and the most anonymous memory of the process.
 
     `share` holds weights once for all methods, which no x86 machine can run. Raises RingstepError where something
@@ -38,7 +38,7 @@ def lower(job: Job, file: Path, *, chip: Chip, share: bool, log: Path | None = N
     """
     made = child.run(
         f"lowering for {chip.name} with ExecuTorch", _lower, job, file.resolve(), chip.soc_model, share,
-        timeout_s=TIMEOUT_SECONDS, log=log, explain=qairt.explain, env=qairt.environment(qairt.require()),
+        timeout_s=TIMEOUT_SECONDS, explain=qairt.explain, env=qairt.environment(qairt.require()),
     )  # fmt: skip
     facts: dict[str, Any] = made.value
     check_whole(facts["methods"], file.name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from exporters.executorch.method import Method, constants, example_inputs, slices, write_pte
+from exporters.executorch.method import Method, constants, example_inputs, write_pte
 from recipes.blocks import RMSNorm
 from recipes.plan import Options, Plan, Source
 from recipes.step import DecodeStep
@@ -62,6 +62,12 @@ class ForXnnpack(TorchFunctionMode):
             a, b = (x.reshape(-1, *x.shape[-2:]) for x in args)
             return torch.bmm(a, b).reshape(*args[0].shape[:-1], args[1].shape[-1])
         return function(*args, **(kwargs or {}))
+
+
+def slices(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
+    """Pieces of x of these sizes, one after the other."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [x.narrow(dim, end - size, size) for size, end in zip(sizes, ends, strict=True)]
 
 
 def quantise(step: DecodeStep, group: int) -> None:

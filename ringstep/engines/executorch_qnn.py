@@ -27,7 +27,7 @@ class ExecutorchQnnEngine:
         what = f"{folder.name}: the .pte on the simulator"
         self.worker = child.Worker(what, explain=qairt.explain, env=qairt.environment(qairt.require()))
         try:
-            self.worker.call(_open, folder.resolve(), timeout_s=TIMEOUT_SECONDS)
+            self.worker.call(_open, folder.resolve(), spec, timeout_s=TIMEOUT_SECONDS)
         except BaseException:
             self.worker.close()
             raise
@@ -48,9 +48,9 @@ class ExecutorchQnnEngine:
 _engine: ExecutorchEngine | None = None
 
 
-def _open(folder: Path) -> None:
+def _open(folder: Path, spec: StepSpec) -> None:
     global _engine
-    _engine = ExecutorchEngine(folder, StepSpec.load(folder))
+    _engine = ExecutorchEngine(folder, spec)
 
 
 def _run(n: int, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -85,8 +85,10 @@ def test_damaged_files(out: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value) and str(caught.value).startswith(str(file))
 
 
-@pytest.mark.skipif(installed, reason="ExecuTorch is installed")
-def test_without_executorch(tmp_path: Path) -> None:
+def test_without_executorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    absent = lambda name, *rest: None if name == "executorch" else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
     model = write_tiny(tmp_path / "model", "llama")
     with pytest.raises(RingstepError, match="pip install"):
         Line(Job(model=str(model), out=tmp_path / "out", format="executorch", context=16, parity=False)).run()
