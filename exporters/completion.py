@@ -14,9 +14,9 @@ def scheme_names() -> list[str]:
 
 def precision_names() -> list[str]:
     """What --precision of an export takes."""
-    from exporters.job import EXECUTORCH
+    from exporters.job import XNNPACK
 
-    return list(dict.fromkeys(["fp32", "fp16", *scheme_names(), *EXECUTORCH["xnnpack"]]))
+    return list(dict.fromkeys(["fp32", "fp16", *scheme_names(), *XNNPACK]))
 
 
 def format_names() -> tuple[str, ...]:

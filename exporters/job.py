@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from quantize.scheme import Scheme
 
 DTYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16"}
-# Precisions of each ExecuTorch backend, its default first.
-EXECUTORCH: dict[str, tuple[str, ...]] = {"xnnpack": ("fp32", "8da4w", "8da4w-g128"), "qnn": ("fp16",)}
+XNNPACK = ("fp32", "8da4w", "8da4w-g128")  # ExecuTorch's precisions for CPUs, the default first
 FORMATS = ("qdq", "gptq", "matmulnbits", "encodings", "genie-table")
 DEFAULT_CONTEXT = 1024
 # Well under the 2 GB that HTP can address in one graph, with room for what it adds to the weights.
@@ -33,7 +32,7 @@ class Job:
     format: Literal["onnx", "qnn", "executorch"] = "qnn"
     device: str | None = None
     precision: str | None = None
-    """fp32, fp16, or the name of a quantisation scheme; of ExecuTorch one of its backend's (EXECUTORCH)."""
+    """fp32, fp16, or the name of a quantisation scheme; of ExecuTorch's CPU backend one of XNNPACK."""
     backend: Literal["xnnpack", "qnn"] | None = None
     """Of ExecuTorch: what the .pte is lowered to; None: the NPU of the device that was named, else the CPU."""
     scheme: Path | str | None = None
@@ -71,11 +70,11 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     """The precision of a job by name, and its scheme; None where nothing is quantised. Raises RingstepError."""
     if job.scheme is not None and job.precision is not None:
         raise RingstepError(f"--scheme {job.scheme} and --precision {job.precision}: give one of them")
-    if job.format == "executorch":
-        return executorch_precision(job), None
-    if job.backend is not None:
+    if job.format == "executorch" and not job.for_npu:
+        return xnnpack_precision(job), None
+    if job.format != "executorch" and job.backend is not None:
         raise RingstepError(f"--backend {job.backend}: goes with --format executorch")
-    precision = job.precision if job.precision is not None else "fp16" if job.format == "qnn" else "fp32"
+    precision = job.precision if job.precision is not None else "fp16" if job.for_npu else "fp32"
     if job.scheme is None and precision in DTYPES:
         return precision, None
     import dataclasses
@@ -96,15 +95,14 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     return scheme.name, scheme
 
 
-def executorch_precision(job: Job) -> str:
-    """The precision of an ExecuTorch export. Raises RingstepError for one that its backend has not."""
-    known = EXECUTORCH[job.lowered_to]
+def xnnpack_precision(job: Job) -> str:
+    """The precision of an export for ExecuTorch's CPU backend. Raises RingstepError for one that it has not."""
     if job.scheme is not None:
-        raise RingstepError(f"--scheme {job.scheme}: {job.lowered_to} has precisions of its own: {', '.join(known)}")
-    precision = job.precision if job.precision is not None else known[0]
-    if precision not in known:
-        hint = did_you_mean(precision, list(known))
-        raise RingstepError(f"--precision {precision!r}: {job.lowered_to} has {', '.join(known)}{hint}")
+        raise RingstepError(f"--scheme {job.scheme}: xnnpack has precisions of its own: {', '.join(XNNPACK)}")
+    precision = job.precision if job.precision is not None else XNNPACK[0]
+    if precision not in XNNPACK:
+        hint = did_you_mean(precision, list(XNNPACK))
+        raise RingstepError(f"--precision {precision!r}: xnnpack has {', '.join(XNNPACK)}{hint}")
     return precision
 
 

@@ -194,7 +194,7 @@ class Line:
                 for n in self.chunks:
                     done.update(compile_stages(self, n, done))
             if self.job.format == "executorch":
-                done["executorch"] = executorch_stage(self).hashes
+                done["executorch"] = executorch_stage(self, done).hashes
             if self.quantised is None or self.quantised.graphs:
                 done["contract"] = self.stage_contract(done, alike)
             proved = flat(done) | {"checkpoint": manifest.checkpoint["sha256"]}

@@ -133,12 +133,13 @@ def proof_ids(spec: StepSpec, folder: Path, count: int) -> list[int]:
 
 def proof_engines(job: Job, scheme: Scheme | None) -> dict[str, str | None]:
     """What the proof of an export runs on, and what each answers; None: it reads a text."""
-    if job.format == "executorch":
+    if job.format == "executorch" and not scheme:
         # A float16 graph on a CPU says nothing about the NPU.
         return {"executorch": job.prompt} if job.for_npu else {"ort": None, "executorch": None}
     if scheme:
         # Quantised, the simulator takes seconds a token: ONNX Runtime answers, the simulator reads a text.
-        return {"ort": job.prompt, **({"qnn-sim": None} if job.format == "qnn" else {})}
+        simulated = {"qnn": "qnn-sim", "executorch": "executorch"}.get(job.format)
+        return {"ort": job.prompt, **({simulated: None} if simulated else {})}
     return {"ort": None, "qnn-sim": job.prompt} if job.format == "qnn" else {"ort": None}
 
 

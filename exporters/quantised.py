@@ -297,10 +297,14 @@ class Quantised:
     @cached_property
     def activations(self) -> dict[str, Activation]:
         """The encodings of activations that the qdq stage wrote."""
-        from quantize.activations import Activation
+        return load_activations(self.job.out)
 
-        body = json.loads((self.job.out / ACTIVATIONS).read_text())
-        return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
+    @property
+    def small(self) -> dict[str, np.ndarray]:
+        """The parameters that are no linear's, such as norms, in float32 by name."""
+        from recipes.weights import key, sources
+
+        return {key(s): self.line.read(s) for s in sources(self.line.plan) if len(s.out_shape) == 1}
 
     def stage_qdq(self, done: dict[str, dict[str, str]]) -> Any:
         """onnx/decode.onnx and prefill_N.onnx in QDQ form, and the encodings of their activations."""
@@ -319,14 +323,12 @@ class Quantised:
             from quantize.qdq import to_qdq
             from quantize.report import clipped
             from quantize.store import INDEX, load_index
-            from recipes.weights import key, sources
 
             (folder / "onnx").mkdir()
             (folder / FOLDER).mkdir()
             found, home = self.calibration, self.job.out / "onnx"
             largest = json.loads((self.job.out / TABLE).read_text())["largest"]
             found.seen["x"] = Seen(-largest, largest)
-            small = {key(s): line.read(s) for s in sources(line.plan) if len(s.out_shape) == 1}
             index = load_index(home / INDEX)
             every: dict[str, Activation | None] = {}
             cut: dict[str, float] = {}
@@ -336,7 +338,7 @@ class Quantised:
                 own = encode(model.graph, found.seen, self.scheme, self.chip, sink)
                 every = own | every  # of a name that graphs give to different tensors decode's is told
                 cut |= clipped(model.graph, found.seen, own)
-                ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
+                ir.save(to_qdq(model, home, own, index, self.small), folder / "onnx" / graph_file(n))
             body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)}
                     for name, a in sorted(every.items()) if a is not None}  # fmt: skip
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")
@@ -349,6 +351,14 @@ class Quantised:
         options = {"chip": self.chip.name if self.chip else None, **describe(self.scheme)}
         return line.stage("qdq", inputs, options, versions(
             "quantize", "exporters/quantised.py", "exporters/formats.py", *READERS, libraries=("onnx-ir",)), build)
+
+
+def load_activations(artifact: Path) -> dict[str, Activation]:
+    """The encodings of activations that the qdq stage wrote."""
+    from quantize.activations import Activation
+
+    body = json.loads((artifact / ACTIVATIONS).read_text())
+    return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
 
 
 def float_file(n: int) -> str:

@@ -181,19 +181,26 @@ def operand(writer: Writer, node: ir.Node, value: ir.Value | None, floats: Mappi
     array = small[name] if name in small else value.const_value.numpy()
     if array.size > 1 << 16:
         raise RingstepError(f"node {node.name}: weight {name} is no linear layer's; it would stay in float")
-    if array.ndim == 0 or array.size == 1:
-        # A single number is exact: it is its own scale.
-        own = float(np.asarray(array).reshape(-1)[0])
-        q = np.full(array.shape, 32767 if own > 0 else 0, np.uint16)
-        scale, zero = (own / 32767, 0) if own > 0 else (-own / 32768, 32768)
-        if own == 0:
-            scale, zero = 1.0, 0
-        return dequantised(writer, name, q, np.array(scale, np.float32), np.array(zero, np.uint16))
+    q, scale, zero = integers_of(name, array)
+    return dequantised(writer, name, q, np.array(scale, np.float32), np.array(zero, q.dtype))
+
+
+def integers_of(name: str, array: np.ndarray) -> tuple[np.ndarray, float, int]:
+    """A small parameter or constant as integers, their scale and zero point.
+
+    Raises RingstepError for values that are not finite.
+    """
     if not np.isfinite(array).all():
         raise RingstepError(f"tensor {name}: values that are not finite")
+    if array.size == 1:
+        # A single number is exact: it is its own scale.
+        own = float(array.reshape(-1)[0])
+        q = np.full(array.shape, 32767 if own > 0 else 0, np.uint16)
+        scale, zero = (own / 32767, 0) if own > 0 else (-own / 32768, 32768)
+        return (q, scale, zero) if own else (q, 1.0, 0)
     # RMSNormalization takes int16 with zero 0 on every chip, v68 too; int8 on none.
-    step = np.array(max(float(np.abs(array).max()), 1e-30) / 32767, np.float32)
-    return dequantised(writer, name, np.rint(array / step).astype(np.int16), step, np.array(0, np.int16))
+    scale = float(np.float32(max(float(np.abs(array).max()), 1e-30) / 32767))
+    return np.rint(array / np.float32(scale)).astype(np.int16), scale, 0
 
 
 def dequantised(writer: Writer, name: str, q: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> ir.Value:

@@ -47,17 +47,36 @@ def constants(spec: StepSpec) -> dict[str, Any]:
     }
 
 
-def write_pte(edge: Any, file: Path) -> dict[str, Any]:
-    """Write a lowered program; returns its bytes, and delegates and CPU kernels by method."""
+def write_pte(edge: Any, file: Path, integers: bool = False) -> dict[str, Any]:
+    """Write a lowered program; returns its bytes, and delegates and CPU kernels by method.
+
+    `integers`: QNN's inputs and outputs stay integers.
+    """
     with quiet():
         from executorch.exir import ExecutorchBackendConfig
         from executorch.exir.passes import MemoryPlanningPass
 
         # Caches are read where the host keeps them, and never copied.
-        planned = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
+        planner = planning_integers() if integers else MemoryPlanningPass
+        planned = planner(alloc_graph_input=False, alloc_graph_output=False)
         made = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planned))
     with file.open("wb") as stream:
         made.write_to_file(stream)
     found = methods(made.executorch_program)
     facts = {name: {what: method[what] for what in ("delegates", "cpu_kernels")} for name, method in found.items()}
     return {"bytes": file.stat().st_size, "methods": facts}
+
+
+def planning_integers() -> Any:
+    """MemoryPlanningPass after BuildQuantIo.
+
+    Any pass in between would run the delegate's float operators on integers, which not all take.
+    """
+    from executorch.backends.qualcomm._passes import BuildQuantIo
+    from executorch.exir.passes import MemoryPlanningPass
+
+    class Planning(MemoryPlanningPass):
+        def run(self, graph_module: Any, graph_signature: Any = None) -> Any:
+            return super().run(BuildQuantIo()(graph_module).graph_module, graph_signature)
+
+    return Planning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 PTE, SIMULATED_PTE = "executorch/model.pte", "executorch/simulated.pte"
 LIBRARIES = ("executorch", "torchao")
+QUANTISED = ("graphs", "rescale", "round", "qdq")  # stages whose files a quantised .pte is made from
 GROUPS = {"8da4w": 32, "8da4w-g128": 128}  # weights that share a scale
 
 
@@ -26,8 +28,11 @@ def builds_two(job: Job) -> bool:
     return job.lowered_to == "qnn" and job.chunk > 1
 
 
-def executorch_stage(line: Line) -> StageRecord:
-    """Lower the recipe's module for the backend that was asked for. Raises RingstepError without ExecuTorch."""
+def executorch_stage(line: Line, done: Mapping[str, Mapping[str, str]]) -> StageRecord:
+    """Lower the step for the backend that was asked for: the recipe's module, or what was quantised (`done`).
+
+    Raises RingstepError without ExecuTorch.
+    """
     from ringstep.engines.executorch import require
 
     require()
@@ -38,10 +43,14 @@ def executorch_stage(line: Line) -> StageRecord:
         from ringstep import qairt
 
         options |= {"chip": line.device.chip.name, "libraries": qairt.require().name}
-    sources = versions("recipes", f"exporters/executorch/{backend}.py", "exporters/executorch/method.py",
+    own = ("xnnpack",) if backend == "xnnpack" else ("qnn", "qnn_lower", "converted")
+    sources = versions("recipes", *(f"exporters/executorch/{name}.py" for name in ("method", *own)),
                        "ringstep/contract.py", *READERS, libraries=("torch", *LIBRARIES))  # fmt: skip
     build = build_xnnpack if backend == "xnnpack" else build_qnn
-    return line.stage("executorch", {"checkpoint": line.manifest.checkpoint["sha256"]}, options, sources,
+    inputs = {"checkpoint": line.manifest.checkpoint["sha256"]}
+    for name in QUANTISED if line.quantised else ():
+        inputs |= done.get(name, {})
+    return line.stage("executorch", inputs, options, sources,
                       lambda folder: build(line, folder))  # fmt: skip
 
 
@@ -72,15 +81,17 @@ def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
 
     assert line.device is not None
     (folder / PTE).parent.mkdir()
-    two = builds_two(line.job)
+    files = {True: folder / PTE, False: folder / SIMULATED_PTE} if builds_two(line.job) else {False: folder / PTE}
+    small = line.quantised.small if line.quantised else {}
     with console.progress(f"lowering for {line.device.chip.name}"):
-        facts = lower(line.job, folder / PTE, chip=line.device.chip, share=two)
-    if two:
-        with console.progress("lowering without shared weights, for the simulator"):
-            apart = lower(line.job, folder / SIMULATED_PTE, chip=line.device.chip, share=False)
+        made = lower(line.job, files, chip=line.device.chip, small=small)
+    facts, apart = made["files"].get(True), made["files"][False]
+    if facts is None:
+        facts = apart
+    else:
         check_shared(facts["bytes"], apart["bytes"], weight_bytes(line), len(line.chunks))
-        facts["simulated"] = apart
-    return facts
+        facts |= {"simulated": apart}
+    return {**facts, "seconds": made["seconds"], "peak_bytes": made["peak_bytes"]}
 
 
 def weight_bytes(line: Line) -> int:

@@ -1,0 +1,169 @@
+"""What lowering for QNN does inside its child process: programs by method, the edge dialect once, a .pte for each way.
+
+DecodeStep (fp16) or Converted (integers) ─ torch.export ─▶ edge dialect ─┬▶ weights shared    model.pte
+                                                                          └▶ weights apart     simulated.pte
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from exporters.executorch.method import Method, constants, example_inputs, write_pte
+from exporters.line import Line
+from recipes.step import DecodeStep
+from ringstep.contract import GraphSpec
+from ringstep.engines.executorch import method_name
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from exporters.job import Job
+
+
+def lower_to_files(job: Job, soc_model: int, files: Mapping[bool, Path], small: Mapping[str, np.ndarray],
+                   ) -> dict[bool, dict[str, Any]]:  # fmt: skip
+    """Write a .pte for each of `files`, by whether its methods share weights; returns the facts of each.
+
+    `small` are the parameters of a quantised step that are no linear's, in float32.
+    """
+    with torch.no_grad(), faster_fx():
+        line = Line(job)
+        graphs = {method_name(graph.n): graph for graph in line.spec.graphs}
+        programs = quantised_programs(line, small) if line.scheme else float_programs(line)
+        if line.scheme:
+            from exporters.step_file import encoded_spec
+
+            graphs = {method_name(g.n): g for g in encoded_spec(line.spec, job.out).graphs}
+        specs = {share: compiler_spec(soc_model, share, fp16=line.scheme is None) for share in files}
+        edge = to_edge(programs, specs[min(specs)], graphs if line.scheme else {}, constants(line.spec))
+        return {share: write_pte(to_backend(edge, specs[share]), file, line.scheme is not None)
+                for share, file in files.items()}  # fmt: skip
+
+
+def compiler_spec(soc_model: int, share: bool, fp16: bool) -> list[Any]:
+    """The options of ExecuTorch's QNN backend."""
+    from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
+    from executorch.backends.qualcomm.utils.utils import (
+        generate_htp_compiler_spec,
+        generate_qnn_executorch_compiler_spec,
+    )
+
+    options = generate_htp_compiler_spec(use_fp16=fp16, use_weight_sharing=share)
+    made: list[Any] = generate_qnn_executorch_compiler_spec(soc_model=QcomChipset(soc_model), backend_options=options)
+    return made
+
+
+def float_programs(line: Line) -> dict[str, Any]:
+    """The recipe's module, exported for each graph of the contract over the same weights."""
+    step = DecodeStep(line.plan, line.options, line.spec, line.read)
+    return {method_name(graph.n): torch.export.export(Method(step, graph), example_inputs(graph))
+            for graph in line.spec.graphs}  # fmt: skip
+
+
+def quantised_programs(line: Line, small: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The artifact's sanitised graphs between its own encodings, over the same integers."""
+    import onnx_ir as ir
+
+    from exporters.executorch.converted import Converted, Weights
+    from exporters.quantised import float_file, load_activations
+    from quantize.store import INDEX, load_index
+
+    home = line.job.out / "onnx"
+    weights, found = Weights(home, load_index(home / INDEX), small), load_activations(line.job.out)
+    programs = {}
+    for graph in line.spec.graphs:
+        module = Converted(ir.load(home / float_file(graph.n)).graph, found, weights)
+        floats = tuple(torch.zeros(t.shape) for t in graph.inputs)
+        programs[method_name(graph.n)] = torch.export.export(module, floats)
+    return programs
+
+
+def to_edge(programs: dict[str, Any], spec: list[Any], integers: Mapping[str, GraphSpec], described: dict[str, Any],
+            ) -> Any:  # fmt: skip
+    """Exported programs in the edge dialect after the backend's own passes: to_edge_transform_and_lower_to_qnn's
+    first half, which it does not offer by itself.
+
+    `integers` are the contract's graphs where inputs and outputs stay integers.
+    """
+    from executorch.backends.qualcomm._passes import TagQuantIO
+    from executorch.backends.qualcomm._passes.qnn_pass_manager import get_qnn_pass_manager_cls
+    from executorch.backends.qualcomm.partition.qnn_partitioner import QnnPartitioner
+    from executorch.backends.qualcomm.serialization.qc_schema import QnnExecuTorchBackendType
+    from executorch.backends.qualcomm.utils.constants import (
+        QCOM_PASS_ACTIVATE_KEY,
+        QCOM_PASS_ARGS_KWARGS_DEFAULTS_KEY,
+    )
+    from executorch.backends.qualcomm.utils.qnn_manager_lifecycle import QnnManagerContext
+    from executorch.backends.qualcomm.utils.utils import qnn_edge_config
+    from executorch.exir.program._program import _gen_edge_manager_for_partitioners, lift_constant_tensor_pass
+
+    manager = get_qnn_pass_manager_cls(QnnExecuTorchBackendType.kHtpBackend)
+    passes = {}
+    for name, program in programs.items():
+        own = manager()
+        programs[name] = own.transform_for_export_pipeline(program)
+        job = manager.get_capture_program_passes()
+        if name in integers:
+            inputs = program.graph_signature.user_inputs
+            job[TagQuantIO][QCOM_PASS_ACTIVATE_KEY] = True
+            job[TagQuantIO][QCOM_PASS_ARGS_KWARGS_DEFAULTS_KEY]["get_quant_io_dtype_fn"] = types_of(
+                integers[name], inputs)  # fmt: skip
+        passes[name] = own.get_to_edge_transform_passes(program, passes_job=job, compiler_specs=spec)
+    with QnnManagerContext({name: spec for name in programs}):
+        partitioners = {name: [QnnPartitioner(spec)] for name in programs}
+        edge = _gen_edge_manager_for_partitioners(partitioners, programs, qnn_edge_config(), described)
+        edge = edge.transform(passes)
+    for name in programs:
+        lift_constant_tensor_pass(edge.exported_program(name))
+    return edge
+
+
+def types_of(graph: GraphSpec, inputs: tuple[str, ...]) -> Any:
+    """What TagQuantIO asks of each node: the integer type of an input or output of the graph, None for any other."""
+    taken = {name: getattr(torch, t.dtype) for name, t in zip(inputs, graph.inputs, strict=True)}
+
+    def of(node: torch.fx.Node) -> torch.dtype | None:
+        given = node.graph.output_node().args[0]
+        if node in given:  # type: ignore[operator]
+            return getattr(torch, graph.outputs[list(given).index(node)].dtype)  # type: ignore[arg-type]
+        return taken.get(node.name) if node.op == "placeholder" else None
+
+    return of
+
+
+def to_backend(edge: Any, spec: list[Any]) -> Any:
+    """The programs of an edge manager, which stays as it is, with all that QNN takes in its delegates."""
+    from executorch.backends.qualcomm.builders.node_visitor import NodeVisitor
+    from executorch.backends.qualcomm.partition.qnn_partitioner import QnnPartitioner
+    from executorch.backends.qualcomm.utils.qnn_manager_lifecycle import QnnManagerContext
+
+    from exporters.executorch.converted import block_scales
+
+    with QnnManagerContext({name: spec for name in edge.methods}), \
+         patch.object(NodeVisitor, "make_qnn_per_block_config", block_scales):  # fmt: skip
+        return edge.to_backend({name: QnnPartitioner(spec) for name in edge.methods})
+
+
+@contextlib.contextmanager
+def faster_fx() -> Iterator[None]:
+    """Without what a lowering does not need: stack traces, provenance and source code of every node in every pass.
+
+    Together they are most of the time: each pass deep-copies the history of each node, and prints its graph as Python.
+    """
+    from torch.fx import traceback
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True), _use_lazy_graph_module(True), \
+         patch.object(traceback.NodeSource, "__init__", _no_history):  # fmt: skip
+        yield
+
+
+def _no_history(self: Any, node: Any, pass_name: str = "", action: Any = None) -> None:
+    self.pass_name, self.action, self.node_info, self.from_node = pass_name, [], None, []
+    self._action_string = self._dict = None
