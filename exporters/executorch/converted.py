@@ -142,7 +142,8 @@ def dequantise(q: Tensor, scale: float, zero: int) -> Tensor:
 def block_scales(visitor: Any, node: Any, attributes: Any) -> tuple[Any, dict[str, Any]]:
     """In the place of ExecuTorch's NodeVisitor.make_qnn_per_block_config: steps of 1 to 15 as they were rounded.
 
-    Its own divides a row's largest scale by 16, and so would round all steps anew.
+    Its own divides a row's largest scale by 16, and so would round all steps anew. Weights are a convolution's
+    [out, in, 1, 1], which QNN has as [1, 1, in, out]: blocks of a FullyConnected come out wrong.
     """
     import executorch.backends.qualcomm.python.PyQnnManagerAdaptor as adaptor
     from executorch.backends.qualcomm.utils import constants as own
@@ -154,7 +155,7 @@ def block_scales(visitor: Any, node: Any, attributes: Any) -> tuple[Any, dict[st
     offsets = np.empty(len(channel), dtype=[("scale", np.float32), ("offset", np.int32)])
     offsets["scale"], offsets["offset"] = channel.numpy(), 0
     config = {name: attributes[name] for name in (own.QCOM_DTYPE, own.QCOM_QUANT_MIN, own.QCOM_QUANT_MAX)} | {
-        own.QCOM_AXIS: 0, own.QCOM_AXIS_ORDER: (0, 1), own.QCOM_NUM_BLOCKS_PER_AXIS: steps.shape[1],
+        own.QCOM_AXIS: 3, own.QCOM_AXIS_ORDER: (2, 3, 1, 0), own.QCOM_NUM_BLOCKS_PER_AXIS: steps.shape[1],
         own.QCOM_BLOCK_SCALE_OFFSET: offsets, own.QCOM_BLOCK_SCALES: steps.flatten().numpy(),
         own.QCOM_BLOCK_SCALE_BITWIDTH: 4,
         own.QCOM_BLOCK_STORAGE_TYPE: adaptor.Qnn_BlockwiseExpansionBlockScaleStorageType_t.

@@ -7,6 +7,7 @@ DecodeStep (fp16) or Converted (integers) ─ torch.export ─▶ edge dialect �
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def lower_to_files(job: Job, soc_model: int, files: Mapping[bool, Path], small: 
 
     `small` are the parameters of a quantised step that are no linear's, in float32.
     """
+    gc.disable()  # a child that ends with this: collecting millions of nodes that stay would be a fifth of the time
     with torch.no_grad(), faster_fx():
         line = Line(job)
         graphs = {method_name(graph.n): graph for graph in line.spec.graphs}
@@ -110,11 +112,11 @@ def to_edge(programs: dict[str, Any], spec: list[Any], integers: Mapping[str, Gr
         programs[name] = own.transform_for_export_pipeline(program)
         job = manager.get_capture_program_passes()
         if name in integers:
-            inputs = program.graph_signature.user_inputs
+            arguments = job[TagQuantIO][QCOM_PASS_ARGS_KWARGS_DEFAULTS_KEY]
             job[TagQuantIO][QCOM_PASS_ACTIVATE_KEY] = True
-            job[TagQuantIO][QCOM_PASS_ARGS_KWARGS_DEFAULTS_KEY]["get_quant_io_dtype_fn"] = types_of(
-                integers[name], inputs)  # fmt: skip
-        passes[name] = own.get_to_edge_transform_passes(program, passes_job=job, compiler_specs=spec)
+            arguments["get_quant_io_dtype_fn"] = types_of(integers[name])
+        passes[name] = own.get_to_edge_transform_passes(program, passes_job=job, compiler_specs=spec,
+                                                        convert_linear_to_conv2d=in_blocks(program))  # fmt: skip
     with QnnManagerContext({name: spec for name in programs}):
         partitioners = {name: [QnnPartitioner(spec)] for name in programs}
         edge = _gen_edge_manager_for_partitioners(partitioners, programs, qnn_edge_config(), described)
@@ -124,15 +126,22 @@ def to_edge(programs: dict[str, Any], spec: list[Any], integers: Mapping[str, Gr
     return edge
 
 
-def types_of(graph: GraphSpec, inputs: tuple[str, ...]) -> Any:
+def in_blocks(program: Any) -> bool:
+    """Whether weights are in blocks, which HTP computes right in a convolution only."""
+    return any("dequantize_affine" in str(node.target) for node in program.graph.nodes)
+
+
+def types_of(graph: GraphSpec) -> Any:
     """What TagQuantIO asks of each node: the integer type of an input or output of the graph, None for any other."""
-    taken = {name: getattr(torch, t.dtype) for name, t in zip(inputs, graph.inputs, strict=True)}
 
     def of(node: torch.fx.Node) -> torch.dtype | None:
-        given = node.graph.output_node().args[0]
-        if node in given:  # type: ignore[operator]
-            return getattr(torch, graph.outputs[list(given).index(node)].dtype)  # type: ignore[arg-type]
-        return taken.get(node.name) if node.op == "placeholder" else None
+        given: Any = node.graph.output_node().args[0]
+        if node in given:
+            return getattr(torch, graph.outputs[list(given).index(node)].dtype)
+        if node.op != "placeholder":
+            return None
+        taken = [n for n in node.graph.nodes if n.op == "placeholder"][-len(graph.inputs) :]  # parameters come first
+        return getattr(torch, graph.inputs[taken.index(node)].dtype) if node in taken else None
 
     return of
 
@@ -157,9 +166,29 @@ def faster_fx() -> Iterator[None]:
     Together they are most of the time: each pass deep-copies the history of each node, and prints its graph as Python.
     """
     from torch.fx import traceback
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True), _use_lazy_graph_module(True), \
+    compiled, decomposed = torch.fx.GraphModule.recompile, torch.export.ExportedProgram.run_decompositions
+
+    def recompile(self: Any) -> Any:
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled(self)
+            return self.forward(*args, **kwargs)
+
+        self._code, codegen = "", self.graph._codegen
+        if hasattr(codegen, "pytree_info"):
+            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        type(self).forward = forward
+
+    def run_decompositions(self: Any, table: Any = None, **kwargs: Any) -> Any:
+        targets = {node.target for node in self.graph.nodes}
+        # The first makes a graph functional; after it only operators of the table change anything.
+        if table is None or not table or any(target in table for target in targets):
+            return decomposed(self, table, **kwargs)
+        return self
+
+    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True), \
+         patch.object(torch.fx.GraphModule, "recompile", recompile), \
+         patch.object(torch.export.ExportedProgram, "run_decompositions", run_decompositions), \
          patch.object(traceback.NodeSource, "__init__", _no_history):  # fmt: skip
         yield
 

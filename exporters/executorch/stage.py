@@ -96,8 +96,13 @@ def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
 
 def weight_bytes(line: Line) -> int:
     """Bytes of one copy of what the methods hold: all layers and the head, and a table that is inside."""
+    from quantize.parameters import linears
+    from quantize.sizes import HTP, nbytes
     from ringstep.contract import DTYPE_BYTES
 
+    if line.quantised:
+        found = linears(line.plan)
+        return sum(nbytes(s.out_shape, line.quantised.grid_of(path), HTP) for path, s in found.items())
     sources = [s for i in range(len(line.plan.layers)) for s in line.plan.layer_sources(i).values()]
     sources += [line.plan.head, *([line.plan.embedding] if line.options.embedding_inside else [])]
     return sum(math.prod(s.out_shape) for s in sources) * DTYPE_BYTES[line.dtype]
