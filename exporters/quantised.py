@@ -297,7 +297,10 @@ class Quantised:
     @cached_property
     def activations(self) -> dict[str, Activation]:
         """The encodings of activations that the qdq stage wrote."""
-        return load_activations(self.job.out)
+        from quantize.activations import Activation
+
+        body = json.loads((self.job.out / ACTIVATIONS).read_text())
+        return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
 
     @property
     def small(self) -> dict[str, np.ndarray]:
@@ -351,14 +354,6 @@ class Quantised:
         options = {"chip": self.chip.name if self.chip else None, **describe(self.scheme)}
         return line.stage("qdq", inputs, options, versions(
             "quantize", "exporters/quantised.py", "exporters/formats.py", *READERS, libraries=("onnx-ir",)), build)
-
-
-def load_activations(artifact: Path) -> dict[str, Activation]:
-    """The encodings of activations that the qdq stage wrote."""
-    from quantize.activations import Activation
-
-    body = json.loads((artifact / ACTIVATIONS).read_text())
-    return {name: Activation(e["dtype"], Encoding(e["scale"], e["zero"])) for name, e in body.items()}
 
 
 def float_file(n: int) -> str:

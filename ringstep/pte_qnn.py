@@ -69,14 +69,14 @@ def graphs(path: Path) -> dict[str, dict[str, Any]]:
     Qualcomm's libraries read them, in a child process. Raises RingstepError where those are missing or refuse.
     """
     found: dict[str, dict[str, Any]] = child.run(
-        f"{path.name}: reading its context", _graphs, path.resolve(), timeout_s=LIMIT_SECONDS,
+        f"{path.name}: reading its context", read_graphs, path.resolve(), timeout_s=LIMIT_SECONDS,
         explain=qairt.explain, env=qairt.environment(qairt.require()),
     ).value  # fmt: skip
     return found
 
 
-def _graphs(path: Path) -> dict[str, dict[str, Any]]:
-    """Runs in the child."""
+def read_graphs(path: Path) -> dict[str, dict[str, Any]]:
+    """What graphs() returns, in a process that finds Qualcomm's libraries."""
     from executorch.backends.qualcomm.partition.utils import generate_qnn_executorch_option
     from executorch.backends.qualcomm.python.PyQnnManagerAdaptor import QnnManager
     from executorch.exir._serialize._program import deserialize_pte_binary

@@ -21,11 +21,14 @@ import torch.ao.quantization.fx._decomposed  # torch.ops.quantized_decomposed
 import torchao.quantization.quant_primitives  # noqa: F401  torch.ops.torchao
 from torch import Tensor, nn
 
+from exporters.onnx import graph_file
+from exporters.quantised import float_file
+from exporters.tapped import encodings_in
 from quantize.activations import MOVES, Activation, is_float
 from quantize.qdq import integers_of, refusal
 from quantize.store import Stored, weight_at
 from quantize.torch_graph import block_of, run
-from ringstep.contract import INTEGERS
+from ringstep.contract import INTEGERS, GraphSpec
 from ringstep.errors import RingstepError
 
 BLOCK_STEPS = 15  # quantize.grid.STEPS; ExecuTorch counts to 16
@@ -119,6 +122,15 @@ class Converted(nn.Module):
             real[name] = dequantise(getattr(self, f"c{i}"), *encoding)
         run(self.block, dict(zip(self.inputs, inputs, strict=True)), real, rounded)
         return tuple(outputs[name] for name in self.outputs)
+
+
+def converted(home: Path, graph: GraphSpec, weights: Weights) -> Converted:
+    """The step of graph.n tokens in an artifact's folder `home`; `graph` with the encodings of inputs and outputs."""
+    # Not from activations.json: graphs of other n name other tensors alike, such as a Transpose's.
+    found = encodings_in(ir.load(home / graph_file(graph.n)).graph)
+    found |= {t.name: (t.dtype, t.encoding) for t in (*graph.inputs, *graph.outputs) if t.encoding is not None}
+    activations = {name: Activation(dtype, encoding) for name, (dtype, encoding) in found.items()}  # type: ignore[arg-type]
+    return Converted(ir.load(home / float_file(graph.n)).graph, activations, weights)
 
 
 def quantised(x: Tensor, own: Activation) -> Tensor:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from exporters.executorch.method import Method, constants, example_inputs, write_pte
@@ -20,32 +22,31 @@ from exporters.line import Line
 from recipes.step import DecodeStep
 from ringstep.contract import GraphSpec
 from ringstep.engines.executorch import method_name
+from ringstep.pte_qnn import read_graphs
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from exporters.job import Job
 
 
-def lower_to_files(job: Job, soc_model: int, files: Mapping[bool, Path], small: Mapping[str, np.ndarray],
-                   ) -> dict[bool, dict[str, Any]]:  # fmt: skip
+def lower_to_files(job: Job, soc_model: int, graphs: Mapping[str, GraphSpec], files: Mapping[bool, Path],
+                   small: Mapping[str, np.ndarray]) -> dict[bool, dict[str, Any]]:  # fmt: skip
     """Write a .pte for each of `files`, by whether its methods share weights; returns the facts of each.
 
-    `small` are the parameters of a quantised step that are no linear's, in float32.
+    `graphs` are the contract's by method, `small` the parameters of a quantised step that are no linear's, in float32.
     """
     gc.disable()  # a child that ends with this: collecting millions of nodes that stay would be a fifth of the time
     with torch.no_grad(), faster_fx():
         line = Line(job)
-        graphs = {method_name(graph.n): graph for graph in line.spec.graphs}
-        programs = quantised_programs(line, small) if line.scheme else float_programs(line)
-        if line.scheme:
-            from exporters.step_file import encoded_spec
-
-            graphs = {method_name(g.n): g for g in encoded_spec(line.spec, job.out).graphs}
+        programs = quantised_programs(job.out / "onnx", graphs, small) if line.scheme else float_programs(line)
         specs = {share: compiler_spec(soc_model, share, fp16=line.scheme is None) for share in files}
         edge = to_edge(programs, specs[min(specs)], graphs if line.scheme else {}, constants(line.spec))
-        return {share: write_pte(to_backend(edge, specs[share]), file, line.scheme is not None)
-                for share, file in files.items()}  # fmt: skip
+        facts = {}
+        for share, file in files.items():
+            with weights_given() as given:
+                lowered = to_backend(edge, specs[share])
+            facts[share] = write_pte(lowered, file, line.scheme is not None)
+            facts[share] |= {"weights": dict(zip(edge.methods, given, strict=True)), "graphs": read_graphs(file)}
+        return facts
 
 
 def compiler_spec(soc_model: int, share: bool, fp16: bool) -> list[Any]:
@@ -68,22 +69,15 @@ def float_programs(line: Line) -> dict[str, Any]:
             for graph in line.spec.graphs}  # fmt: skip
 
 
-def quantised_programs(line: Line, small: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def quantised_programs(home: Path, graphs: Mapping[str, GraphSpec], small: Mapping[str, np.ndarray],
+                       ) -> dict[str, Any]:  # fmt: skip
     """The artifact's sanitised graphs between its own encodings, over the same integers."""
-    import onnx_ir as ir
-
-    from exporters.executorch.converted import Converted, Weights
-    from exporters.quantised import float_file, load_activations
+    from exporters.executorch.converted import Weights, converted
     from quantize.store import INDEX, load_index
 
-    home = line.job.out / "onnx"
-    weights, found = Weights(home, load_index(home / INDEX), small), load_activations(line.job.out)
-    programs = {}
-    for graph in line.spec.graphs:
-        module = Converted(ir.load(home / float_file(graph.n)).graph, found, weights)
-        floats = tuple(torch.zeros(t.shape) for t in graph.inputs)
-        programs[method_name(graph.n)] = torch.export.export(module, floats)
-    return programs
+    weights = Weights(home, load_index(home / INDEX), small)
+    zeros = lambda graph: tuple(torch.zeros(t.shape) for t in graph.inputs)
+    return {name: torch.export.export(converted(home, graph, weights), zeros(graph)) for name, graph in graphs.items()}
 
 
 def to_edge(programs: dict[str, Any], spec: list[Any], integers: Mapping[str, GraphSpec], described: dict[str, Any],
@@ -157,6 +151,34 @@ def to_backend(edge: Any, spec: list[Any]) -> Any:
     with QnnManagerContext({name: spec for name in edge.methods}), \
          patch.object(NodeVisitor, "make_qnn_per_block_config", block_scales):  # fmt: skip
         return edge.to_backend({name: QnnPartitioner(spec) for name in edge.methods})
+
+
+@contextlib.contextmanager
+def weights_given() -> Iterator[list[str]]:
+    """A sha256 for each method, in order, over all constants that the compiler is given: types, encodings, numbers."""
+    import executorch.backends.qualcomm.python.PyQnnManagerAdaptor as adaptor
+    from executorch.backends.qualcomm.qnn_preprocess import QnnBackend
+
+    given: list[str] = []
+    tensor, build = adaptor.TensorWrapper, QnnBackend._build_op_wrappers
+    seen: set[str] = set()
+
+    def noted(name: str, kind: Any, dtype: Any, encoding: Any, config: Any, rank: int, dims: Any, dynamic: Any,
+              data: Any, *rest: Any) -> Any:  # fmt: skip
+        if kind == adaptor.Qnn_TensorType_t.QNN_TENSOR_TYPE_STATIC:
+            plain = {k: v.tobytes().hex() if hasattr(v, "tobytes") else str(v) for k, v in config.items()}
+            about = repr((str(dtype), str(encoding), sorted(plain.items()), list(dims)))
+            seen.add(hashlib.sha256(about.encode() + np.ascontiguousarray(data).tobytes()).hexdigest())
+        return tensor(name, kind, dtype, encoding, config, rank, dims, dynamic, data, *rest)
+
+    def built(*args: Any, **kwargs: Any) -> Any:
+        seen.clear()  # validation of single operators came before
+        made = build(*args, **kwargs)
+        given.append(hashlib.sha256("".join(sorted(seen)).encode()).hexdigest())
+        return made
+
+    with patch.object(adaptor, "TensorWrapper", noted), patch.object(QnnBackend, "_build_op_wrappers", built):
+        yield given
 
 
 @contextlib.contextmanager

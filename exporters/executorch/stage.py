@@ -78,13 +78,19 @@ def build_xnnpack(line: Line, folder: Path) -> dict[str, Any]:
 def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
     """The .pte for the NPU; where its methods share weights, proof that they do, and one that the simulator runs."""
     from exporters.executorch.qnn import check_shared, lower
+    from ringstep.engines.executorch import method_name
 
     assert line.device is not None
     (folder / PTE).parent.mkdir()
     files = {True: folder / PTE, False: folder / SIMULATED_PTE} if builds_two(line.job) else {False: folder / PTE}
-    small = line.quantised.small if line.quantised else {}
+    graphs, small = line.spec.graphs, {}
+    if line.quantised:
+        from exporters.step_file import encoded_spec
+
+        graphs, small = encoded_spec(line.spec, line.job.out).graphs, line.quantised.small
     with console.progress(f"lowering for {line.device.chip.name}"):
-        made = lower(line.job, files, chip=line.device.chip, small=small)
+        made = lower(line.job, files, chip=line.device.chip, small=small,
+                     graphs={method_name(graph.n): graph for graph in graphs})  # fmt: skip
     facts, apart = made["files"].get(True), made["files"][False]
     if facts is None:
         facts = apart
