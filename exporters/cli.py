@@ -57,6 +57,8 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
               "executorch: those, and a .pte.")  # fmt: skip
 @click.option("--backend", type=click.Choice(["xnnpack", "qnn"]), help="Of executorch: what the .pte is lowered to, "
               "xnnpack for CPUs, qnn for the NPU. Default: qnn with --device, else xnnpack.")  # fmt: skip
+@click.option("--method", metavar="NAME[=N,...]", help="Of executorch: one module of the model with fixed shapes, such "
+              "as head, a .pte for each chunk size N. Default sizes: 1 and --chunk.")  # fmt: skip
 @click.option("--precision", metavar="NAME", shell_complete=offered.precision,
               help="fp32, fp16, or a quantisation scheme such as w8a16 (see ringstep schemes); of XNNPACK also 8da4w. "
               "Default: fp16 for the NPU, fp32 for CPUs.")  # fmt: skip
@@ -80,10 +82,11 @@ def parse_layout(context: click.Context, parameter: click.Parameter, value: str)
 @click.option("--revision", help="Revision of a Hub model.")
 @as_json
 @common
-def export(model: str, device: str | None, format_: Any, backend: Any, precision: str | None, scheme: Path | None,
-           calibration: Path | None, calibration_tokens: int, sink_prefix: Any, context: int | None, chunk: int,
-           out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any], embedding: Any, max_part_mb: int,
-           parity: bool, prompt: str, revision: str | None, json_: bool) -> int:  # fmt: skip
+def export(model: str, device: str | None, format_: Any, backend: Any, method: str | None, precision: str | None,
+           scheme: Path | None, calibration: Path | None, calibration_tokens: int, sink_prefix: Any,
+           context: int | None, chunk: int, out: Path | None, activations: Any, gelu: Any, layout: dict[str, Any],
+           embedding: Any, max_part_mb: int, parity: bool, prompt: str, revision: str | None,
+           json_: bool) -> int:  # fmt: skip
     """Export MODEL (a Hugging Face folder, a GGUF file, a Hub id, or smollm2-135m) and prove the result.
 
     A repeated export redoes only what changed; a killed one resumes. Leaves with 1 when the proof fails.
@@ -91,8 +94,8 @@ def export(model: str, device: str | None, format_: Any, backend: Any, precision
     from exporters.job import Job
     from exporters.line import Line
 
-    job = Job(model=model, out=out or Path(), format=format_, backend=backend, device=device,
-              precision=precision, scheme=scheme,
+    job = Job(model=model, out=out or Path(), format=format_, backend=backend, method=method,
+              device=device, precision=precision, scheme=scheme,
               calibration=calibration, calibration_tokens=calibration_tokens, sink_prefix=sink_prefix,
               context=context, chunk=chunk, layout=layout, activations=activations, gelu=gelu, embedding=embedding,
               part_bytes=max_part_mb << 20, parity=parity, prompt=prompt, revision=revision)  # fmt: skip

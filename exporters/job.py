@@ -35,6 +35,8 @@ class Job:
     """fp32, fp16, or the name of a quantisation scheme; of ExecuTorch's CPU backend one of XNNPACK."""
     backend: Literal["xnnpack", "qnn"] | None = None
     """Of ExecuTorch: what the .pte is lowered to; None: the NPU of the device that was named, else the CPU."""
+    method: str | None = None
+    """Of ExecuTorch: NAME or NAME=N,N, a module of the recipe in the place of the step (recipes/fixed.py)."""
     scheme: Path | str | None = None
     """A scheme of the user's own, in the place of a precision; a name for `ringstep quantize`."""
     calibration: Path | None = None
@@ -72,8 +74,9 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
         raise RingstepError(f"--scheme {job.scheme} and --precision {job.precision}: give one of them")
     if job.format == "executorch" and not job.for_npu:
         return xnnpack_precision(job), None
-    if job.format != "executorch" and job.backend is not None:
-        raise RingstepError(f"--backend {job.backend}: goes with --format executorch")
+    for option, value in (("backend", job.backend), ("method", job.method)):
+        if job.format != "executorch" and value is not None:
+            raise RingstepError(f"--{option} {value}: goes with --format executorch")
     precision = job.precision if job.precision is not None else "fp16" if job.for_npu else "fp32"
     if job.scheme is None and precision in DTYPES:
         return precision, None
@@ -113,7 +116,7 @@ def check_executorch(job: Job, device: Device) -> None:
 
     known_chip(device.chip)
     qairt.require()
-    if job.chunk > 1 and not device.chip.weight_sharing:
+    if job.chunk > 1 and not device.chip.weight_sharing and job.method is None:
         raise RingstepError(f"--chunk {job.chunk}: decode and prefill cannot share weights on {device.chip.name} "
                             f"({device.chip.htp_arch}), which takes v73 or newer; leave --chunk out")  # fmt: skip
 

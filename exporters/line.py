@@ -57,7 +57,8 @@ class Line:
         refuse_quantised(self.checkpoint)
         if default_out:
             plain = re.sub(r"[^\w.-]+", "-", self.checkpoint.label).lower()
-            name = "-".join([plain, *([self.device.id] if self.device else []), precision])
+            method = [job.method.partition("=")[0]] if job.method else []
+            name = "-".join([plain, *method, *([self.device.id] if self.device else []), precision])
             self.job = dataclasses.replace(job, out=Path("artifacts") / name)
         limit = self.checkpoint.config.get("max_position_embeddings")
         longest = limit if type(limit) is int and limit > 0 else DEFAULT_CONTEXT
@@ -162,6 +163,10 @@ class Line:
 
     def run_stages(self) -> Manifest:
         """The stages in order."""
+        if self.job.method:
+            from exporters.executorch.module import export_module
+
+            return export_module(self, self.job.method)
         if not (self.job.out / "manifest.json").exists():
             _ = self.spec, self.quantised  # refuse what is bad before a folder is made for it
             if self.job.format == "executorch":

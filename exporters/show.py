@@ -21,7 +21,8 @@ def show_manifest(manifest: Any) -> dict[str, Any]:
     path = manifest.folder / "parity.json"
     # A proof of an earlier state of the folder has been dropped from the manifest by now.
     proof = json.loads(path.read_text()) if "parity" in manifest.stages and path.exists() else None
-    passed = manifest.stages["parity"].facts.get("passed") if proof else None
+    proved = next((manifest.stages[n] for n in ("parity", "module") if n in manifest.stages), None)
+    passed = proved.facts.get("passed") if proved and (proof or proved.name == "module") else None
     body = {"folder": str(manifest.folder), "options": manifest.options, "versions": manifest.versions,
             "stages": stages, "parity": proof, "passed": passed}  # fmt: skip
     report = read_report(manifest)
@@ -55,12 +56,27 @@ def print_export(body: dict[str, Any]) -> None:
         ops = [(name, sum(f["npu_ops"].values()), 0, console.human_bytes(f["binary_bytes"])) for name, f in compiled]
         print()
         console.table(f"for {facts['chip']} by {facts['version']}", ["", "NPU operations", "on the CPU", "size"], ops)
+    for stage in body["stages"]:
+        if stage["stage"] == "module":
+            print_module(stage["facts"])
     if "quantised" in body:
         from exporters.quantize_report import print_quantised
 
         print_quantised(body["quantised"])
     if body["parity"] is not None:
         print_reports(body["parity"])
+
+
+def print_module(facts: dict[str, Any]) -> None:
+    """The programs of a module with fixed shapes, and the verdict."""
+    rows = [(p["file"], p["chunk"], sum(sum(m["delegates"].values()) for m in p["methods"].values()),
+             sum(sum(m["cpu_kernels"].values()) for m in p["methods"].values()), console.human_bytes(p["bytes"]),
+             ", ".join(f"{name} {db:.1f}" for name, db in p["snr_db"].items())) for p in facts["programs"]]  # fmt: skip
+    print()
+    console.table(f"{facts['method']} against {facts['reference']}",
+                  ["file", "chunk", "delegates", "on the CPU", "size", "SNR dB"], rows)  # fmt: skip
+    note = ", simulated" if facts["simulated"] else ""
+    console.line(f"{'passed' if facts['passed'] else 'FAILED'} (at least {facts['limit_db']:g} dB{note})")
 
 
 def print_reports(reports: list[dict[str, Any]]) -> None:

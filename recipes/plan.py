@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,6 +65,18 @@ class Options:
 
 
 @dataclass(frozen=True)
+class FixedModule:
+    """Part of a model that keeps nothing between calls, such as a windowed decoder: float tensors of fixed shapes."""
+
+    make: Callable[[Options], nn.Module]
+    sources: dict[str, Source]
+    """Where its parameters come from, by their names in the module."""
+    inputs: Callable[[int], dict[str, tuple[int, ...]]]
+    """Shapes by name, in the order of forward, for a chunk of n."""
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """One model laid out: `layers[i]` names the kind of layer i; `layer(kind, options)` makes its module."""
 
@@ -83,6 +95,8 @@ class Plan:
     embedding_scale: float = 1.0
     optional: Collection[str] = ()
     warnings: tuple[str, ...] = ()
+    modules: Mapping[str, FixedModule] = field(default_factory=dict)
+    """What `--method` exports by itself, besides every model's head (recipes/fixed.py)."""
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Every checkpoint tensor the model needs, by name, with its shape."""
