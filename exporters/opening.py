@@ -115,10 +115,16 @@ def lacks_binary(artifact: Artifact) -> str:
 
 
 def lacks_pte(artifact: Artifact) -> str:
-    """Only --format executorch has it, and only where ExecuTorch is installed."""
+    """Only --format executorch has it, and only where ExecuTorch is installed; the NPU's needs Qualcomm's libraries."""
+    from ringstep import qairt
     from ringstep.engines.executorch import FORMAT, require
 
-    return lacks_format(artifact, FORMAT, require)
+    def installed() -> None:
+        require()
+        if artifact.spec.target.get("backend") == "qnn":
+            qairt.require()
+
+    return lacks_format(artifact, FORMAT, installed)
 
 
 def lacks_format(artifact: Artifact, form: str, require: Callable[[], None]) -> str:

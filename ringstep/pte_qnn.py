@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from ringstep.errors import RingstepError
 
 BACKEND = "QnnBackend"
 LIMIT_SECONDS = 300.0
-QAIRT = re.compile(rb"v\d+\.\d+\.\d+\.\d{6,}")
 
 
 def contexts(program: Any, data: mmap.mmap, base: int) -> dict[int, dict[str, Any]]:
@@ -29,7 +27,7 @@ def contexts(program: Any, data: mmap.mmap, base: int) -> dict[int, dict[str, An
             index = delegate.processed.index
             if index not in found:
                 blob, start, end = delegate_data(program, delegate, data, base)
-                version = QAIRT.search(blob, start, end)
+                version = qairt.BUILD_ID.search(blob, start, end)
                 found[index] = {"bytes": end - start, "qairt": version[0].decode() if version else None,
                                 **compiled_for(delegate), "methods": []}  # fmt: skip
             found[index]["methods"].append(plan.name)

@@ -7,6 +7,7 @@ of it is imported before a folder is found here; fetching happens in `ringstep f
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import platform
 import re
@@ -30,6 +31,8 @@ LIBRARIES = r"onnxruntime_qnn/lib(QnnHtp|HtpPrepare|QnnSystem|QnnIr|QnnSaver)\.s
 FOLDER = "lib/x86_64-linux-clang"  # where an SDK keeps libraries for such hosts
 COMPILER = "libQnnHtp.so"
 FETCH = "ringstep fetch-qairt"
+KNOWN_GOOD = "v2.49.40"  # what the pinned wheel holds
+BUILD_ID = re.compile(rb"v\d+\.\d+\.\d+\.\d{6,}")
 UNPACKED_LIMIT = 1 << 30  # bytes of one library
 
 
@@ -117,13 +120,22 @@ def unpack(wheel: Path, folder: Path) -> None:
                     shutil.copyfileobj(source, target)
 
 
+def version(root: Path) -> str:
+    """The version that the libraries of an SDK carry, "unknown" without one."""
+    with (root / FOLDER / COMPILER).open("rb") as stream:
+        if not os.fstat(stream.fileno()).st_size:
+            return "unknown"
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = BUILD_ID.search(data)
+            return found[0].decode() if found else "unknown"
+
+
 def explain(log: str) -> str:
     """The cause in a log of ExecuTorch's QNN backend, "" for none."""
-    for pattern, cause in (
-        (r"custom config socModel", f"these libraries and this ExecuTorch do not fit: unset QNN_SDK_ROOT, {FETCH}"),
-        (r"Shared weights buffer isn't supported", "a file with shared weights does not run on this machine"),
-    ):  # fmt: skip
-        if re.search(pattern, log):
-            return cause
+    if "custom config socModel" in log:
+        return (f"this ExecuTorch does not get along with QAIRT {version(require())}, only with {KNOWN_GOOD}: unset "
+                f"QNN_SDK_ROOT, then {FETCH}")  # fmt: skip
+    if "Shared weights buffer isn't supported" in log:
+        return "a file with shared weights does not run on this machine"
     errors = re.findall(r"^.*\[ERROR\].*$", log, re.MULTILINE)
     return errors[0] if errors else last_error(log)

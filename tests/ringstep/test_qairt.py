@@ -89,10 +89,15 @@ def test_an_sdk_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert qairt.require() == tmp_path.resolve()
 
 
-def test_explain() -> None:
-    """The cause is found in what the backend prints."""
+def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cause is found in what the backend prints; a version that does not fit is named."""
     said = "x\n[ERROR] [Qnn ExecuTorch]: unknown custom config socModel 0\nmore\n[ERROR] later\n"
-    assert "QNN_SDK_ROOT" in qairt.explain(said)
+    library = tmp_path / qairt.FOLDER / qairt.COMPILER
+    library.parent.mkdir(parents=True)
+    monkeypatch.setenv("QNN_SDK_ROOT", str(tmp_path))
+    for content, version in ((b"", "unknown"), (b"\0v2.51.0.260929181845\0", "v2.51.0.260929181845")):
+        library.write_bytes(content)
+        assert f"with QAIRT {version}, only with v2.49.40: unset QNN_SDK_ROOT" in qairt.explain(said)
     assert qairt.explain("[ERROR] first\n[ERROR] second\n") == "[ERROR] first"
     assert "does not run on this machine" in qairt.explain("Shared weights buffer isn't supported on this platform")
     assert qairt.explain("all is well\n") == ""
