@@ -125,6 +125,7 @@ def _lower(job: Job, soc: int | None, name: str, files: dict[int, Path]) -> dict
     import torch
     from torch import nn
 
+    from exporters.executorch.faster_fx import faster_fx
     from exporters.executorch.method import write_pte
     from exporters.line import Line
     from recipes.fixed import build, fixed_modules
@@ -140,13 +141,13 @@ def _lower(job: Job, soc: int | None, name: str, files: dict[int, Path]) -> dict
         if soc is None:
             from exporters.executorch.xnnpack import ForXnnpack, lower, replace_norms
 
-            with torch.no_grad(), ForXnnpack():
+            with torch.no_grad(), faster_fx(), ForXnnpack():
                 replace_norms(module)
                 program = torch.export.export(module, zeros)
             facts[n] = write_pte(lower({"forward": program}, described), file)
             continue
         from exporters.executorch.qnn import check_whole
-        from exporters.executorch.qnn_lower import compiler_spec, faster_fx, to_backend, to_edge
+        from exporters.executorch.qnn_lower import compiler_spec, to_backend, to_edge
 
         with torch.no_grad(), faster_fx():
             spec = compiler_spec(soc, share=False, fp16=True)

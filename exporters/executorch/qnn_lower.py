@@ -17,6 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from exporters.executorch.faster_fx import faster_fx
 from exporters.executorch.method import Method, constants, example_inputs, write_pte
 from exporters.line import Line
 from recipes.step import DecodeStep
@@ -179,42 +180,3 @@ def weights_given() -> Iterator[list[str]]:
 
     with patch.object(adaptor, "TensorWrapper", noted), patch.object(QnnBackend, "_build_op_wrappers", built):
         yield given
-
-
-@contextlib.contextmanager
-def faster_fx() -> Iterator[None]:
-    """Without what a lowering does not need: stack traces, provenance and source code of every node in every pass.
-
-    Together they are most of the time: each pass deep-copies the history of each node, and prints its graph as Python.
-    """
-    from torch.fx import traceback
-
-    compiled, decomposed = torch.fx.GraphModule.recompile, torch.export.ExportedProgram.run_decompositions
-
-    def recompile(self: Any) -> Any:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            compiled(self)
-            return self.forward(*args, **kwargs)
-
-        self._code, codegen = "", self.graph._codegen
-        if hasattr(codegen, "pytree_info"):
-            self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        type(self).forward = forward
-
-    def run_decompositions(self: Any, table: Any = None, **kwargs: Any) -> Any:
-        targets = {node.target for node in self.graph.nodes}
-        # The first makes a graph functional; after it only operators of the table change anything.
-        if table is None or not table or any(target in table for target in targets):
-            return decomposed(self, table, **kwargs)
-        return self
-
-    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True), \
-         patch.object(torch.fx.GraphModule, "recompile", recompile), \
-         patch.object(torch.export.ExportedProgram, "run_decompositions", run_decompositions), \
-         patch.object(traceback.NodeSource, "__init__", _no_history):  # fmt: skip
-        yield
-
-
-def _no_history(self: Any, node: Any, pass_name: str = "", action: Any = None) -> None:
-    self.pass_name, self.action, self.node_info, self.from_node = pass_name, [], None, []
-    self._action_string = self._dict = None

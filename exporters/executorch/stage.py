@@ -44,7 +44,7 @@ def executorch_stage(line: Line, done: Mapping[str, Mapping[str, str]]) -> Stage
 
         options |= {"chip": line.device.chip.name, "libraries": qairt.require().name}
     own = ("xnnpack",) if backend == "xnnpack" else ("qnn", "qnn_lower", "converted")
-    sources = versions("recipes", *(f"exporters/executorch/{name}.py" for name in ("method", *own)),
+    sources = versions("recipes", *(f"exporters/executorch/{name}.py" for name in ("method", "faster_fx", *own)),
                        "ringstep/contract.py", *READERS, libraries=("torch", *LIBRARIES))  # fmt: skip
     build = build_xnnpack if backend == "xnnpack" else build_qnn
     inputs = {"checkpoint": line.manifest.checkpoint["sha256"]}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from exporters.executorch.faster_fx import faster_fx
 from exporters.executorch.method import Method, constants, example_inputs, write_pte
 from recipes.blocks import RMSNorm
 from recipes.plan import Options, Plan, Source
@@ -91,8 +91,7 @@ def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source],
 
     `group` is how many weights share a scale in 8da4w, None for floats.
     """
-    # A stack trace for each node would be most of the time.
-    with torch.no_grad(), patch.object(torch.fx.config, "do_not_emit_stack_traces", True), ForXnnpack():
+    with torch.no_grad(), faster_fx(), ForXnnpack():
         step = DecodeStep(plan, options, spec, read)
         replace_norms(step)
         if group:
@@ -103,7 +102,7 @@ def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source],
 
 def lower(programs: dict[str, Any], described: dict[str, Any]) -> Any:
     """Exported programs by method in the edge dialect, all that XNNPACK takes in its delegates."""
-    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True), quiet():
+    with faster_fx(), quiet():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
 
