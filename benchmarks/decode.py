@@ -37,9 +37,10 @@ def artifacts(context: int) -> dict[str, Path]:
     return {tool: export.output(tool) for tool in (OURS, *made)}
 
 
-def decode(tool: str, folder: Path, ids: list[int], n: int, threads: int, context: int) -> dict[str, Any]:
+def decode(tool: str, folder: Path, ids: list[int], n: int, threads: int, context: int, python: Path,
+           ) -> dict[str, Any]:  # fmt: skip
     """Run one tool once; tokens a second over the n - 1 steps after the first new token."""
-    python = Path(sys.executable) if tool == OURS else peers.python(tool)
+    OUT.mkdir(parents=True, exist_ok=True)
     log = OUT / f"{tool}.log"
     words = [tool, folder, ",".join(map(str, ids)), n, threads, context]
     taken: Run = run([python, WORKER, *map(str, words)], log)
@@ -58,7 +59,8 @@ def measure(rounds: int, n: int, threads: int, context: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in folders}
     for index in range(rounds):
         for tool in rotated(list(folders), index):
-            runs[tool].append(decode(tool, folders[tool], ids, n, threads, context))
+            python = Path(sys.executable) if tool == OURS else peers.python(tool)
+            runs[tool].append(decode(tool, folders[tool], ids, n, threads, context, python))
             console.say(f"round {index + 1}/{rounds} {tool}: {runs[tool][-1]['tokens_per_second']:.1f} tokens/s")
     first = runs[OURS][0]["ids"]
     answers = [one["ids"] for found in runs.values() for one in found]
@@ -86,11 +88,11 @@ def summary(tool: str, runs: list[dict[str, Any]], ours: list[dict[str, Any]]) -
             "tokens_per_second_ratio": rate, "runs": runs}  # fmt: skip
 
 
-def show(result: dict[str, Any]) -> None:
+def show(result: dict[str, Any], ours: str = OURS) -> None:
     """Print the table."""
     rows = [
         (r["tool"], r["version"], f"{r['tokens_per_second']:.1f}",
-         "" if r["tool"] == OURS else f"{r['tokens_per_second_ratio']:.2f}",
+         "" if r["tool"] == ours else f"{r['tokens_per_second_ratio']:.2f}",
          console.human_seconds(r["prompt_seconds"]), console.human_bytes(r["anon_bytes"]),
          console.human_bytes(r["max_rss_bytes"]))
         for r in result["rows"]

@@ -90,7 +90,43 @@ def open_optimum(folder: str, threads: int, context: int) -> Loop:
     return start, lambda token: advance([token])
 
 
+def open_ringstep_executorch(folder: str, threads: int, context: int) -> Loop:
+    """DecodeSession on ExecuTorch's runtime, which chooses its own number of threads."""
+    from ringstep import DecodeSession
+
+    session = DecodeSession.open(folder, engine="executorch")
+
+    def start(ids: list[int]) -> int:
+        session.reset()
+        return int(session.step(ids)[-1].argmax())
+
+    return start, lambda token: int(session.step([token])[0].argmax())
+
+
+def open_optimum_executorch(folder: str, threads: int, context: int) -> Loop:
+    """Its .pte in the runtime's own binding: ids [1, n] and positions [n], the caches inside."""
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  its attention and cache operators
+    import torch
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+
+    module = _load_for_executorch(str(next(Path(folder).rglob("*.pte"))))
+    state = {"seen": 0}
+
+    def advance(ids: list[int]) -> int:
+        positions = torch.arange(state["seen"], state["seen"] + len(ids))
+        state["seen"] += len(ids)
+        return int(module.forward((torch.tensor([ids]), positions))[0][0, -1].argmax())
+
+    def start(ids: list[int]) -> int:
+        state["seen"] = 0
+        return advance(ids)
+
+    return start, lambda token: advance([token])
+
+
 TOOLS = {
+    "ringstep-executorch": (open_ringstep_executorch, "executorch"),
+    "optimum-executorch": (open_optimum_executorch, "optimum-executorch"),
     "ringstep": (open_ringstep, "ringstep"),
     "genai": (open_genai, "onnxruntime-genai"),
     "optimum": (open_optimum, "optimum-onnx"),

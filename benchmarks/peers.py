@@ -29,6 +29,14 @@ PINS = {
         "onnx-ir==1.1.0",
         "numpy==2.4.6",
     ],
+    "optimum-executorch": [
+        "optimum-executorch==1.1.0",
+        "optimum==2.0.0",
+        "transformers==5.0.0rc1",
+        "executorch==1.5.1",
+        "torchao==0.18.0",
+        "torch==2.13.0",
+    ],
     "onnxslim": ["onnxslim==0.1.98", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
     "onnxsim": ["onnxsim==0.8.1", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
 }
