@@ -169,8 +169,8 @@ class Line:
             return export_module(self, self.job.method)
         if not (self.job.out / "manifest.json").exists():
             _ = self.spec, self.quantised  # refuse what is bad before a folder is made for it
-            if self.job.format == "executorch":
-                refuse_too_large(self)
+        if self.job.format == "executorch":
+            refuse_too_large(self)
         with open_folder(self.job.out) as manifest:
             self.manifest = manifest
             manifest.model = self.job.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ringstep.manifest import StageRecord
 if TYPE_CHECKING:
     from exporters.job import Job
     from exporters.line import Line
+    from quantize.grid import Grid
 
 PTE, SIMULATED_PTE = "executorch/model.pte", "executorch/simulated.pte"
 LIBRARIES = ("executorch", "torchao")
@@ -58,7 +59,10 @@ def refuse_too_large(line: Line) -> None:
     """Raise RingstepError where the weights are more than one context of the chip may hold: a .pte has no parts."""
     if line.job.lowered_to != "qnn" or line.device is None:
         return
-    have, limit = weight_bytes(line), line.device.chip.graph_limit_mb << 20
+    from quantize.scheme import grid_for
+
+    scheme, limit = line.scheme, line.device.chip.graph_limit_mb << 20
+    have = weight_bytes(line, (lambda path: grid_for(scheme, path)) if scheme else None)
     if have > limit:
         raise RingstepError(
             f"{have >> 20} MiB of weights, and one context of {line.device.chip.name} holds {limit >> 20} MiB: use "
@@ -95,20 +99,23 @@ def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
     if facts is None:
         facts = apart
     else:
-        check_shared(facts["bytes"], apart["bytes"], weight_bytes(line), len(line.chunks))
+        grid_of = line.quantised.grid_of if line.quantised else None
+        check_shared(facts["bytes"], apart["bytes"], weight_bytes(line, grid_of), len(line.chunks))
         facts |= {"simulated": apart}
     return {**facts, "seconds": made["seconds"], "peak_bytes": made["peak_bytes"]}
 
 
-def weight_bytes(line: Line) -> int:
-    """Bytes of one copy of what the methods hold: all layers and the head, and a table that is inside."""
+def weight_bytes(line: Line, grid_of: Callable[[str], Grid | None] | None) -> int:
+    """Bytes of one copy of what the methods hold: all layers and the head, and a table that is inside.
+
+    `grid_of` gives the grid of a quantised linear by path, None: all are floats.
+    """
     from quantize.parameters import linears
     from quantize.sizes import HTP, nbytes
     from ringstep.contract import DTYPE_BYTES
 
-    if line.quantised:
-        found = linears(line.plan)
-        return sum(nbytes(s.out_shape, line.quantised.grid_of(path), HTP) for path, s in found.items())
+    if grid_of:
+        return sum(nbytes(s.out_shape, grid_of(path), HTP) for path, s in linears(line.plan).items())
     sources = [s for i in range(len(line.plan.layers)) for s in line.plan.layer_sources(i).values()]
     sources += [line.plan.head, *([line.plan.embedding] if line.options.embedding_inside else [])]
     return sum(math.prod(s.out_shape) for s in sources) * DTYPE_BYTES[line.dtype]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from export_runs import run
+from export_runs import LLAMA, run, write_checkpoint
 
 from exporters.executorch.qnn import check_shared, check_whole
 from exporters.line import Job, Line
 from exporters.tiny import tiny_ids, write_tiny
 from ringstep import pte, pte_qnn, qairt
 from ringstep.contract import StepSpec
+from ringstep.devices import find_device
 from ringstep.errors import RingstepError
-from ringstep.manifest import manifest_of
+from ringstep.manifest import manifest_of, open_folder
 from ringstep.parity.metrics import snr_db
 from ringstep.session import DecodeSession, is_simulated
 
@@ -94,7 +96,7 @@ def test_check_shared() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [(("--backend", "qnn"), "give --device"),
-     (("--device", "galaxy-s25", "--precision", "fp32"), "qnn has fp16"),
+     (("--device", "galaxy-s25", "--precision", "fp32"), "the NPU computes in fp16"),
      (("--device", "sm8450", "--chunk", "4"), "takes v73 or newer; leave --chunk out"),
      (("--device", "qcs6490"), "has no fp16")],
 )  # fmt: skip
@@ -105,3 +107,22 @@ def test_refusals_first(
     model = write_tiny(tmp_path / "model", "llama")
     assert run("export", model, "--format", "executorch", "--context", "16", "--out", tmp_path / "out", *options) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@needs_libraries
+@pytest.mark.parametrize("precision", ["fp16", "w4a16-block"])
+def test_weights_beyond_a_context(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A .pte has no parts: what one context cannot hold is refused first, in a folder that is there already too."""
+    s25 = find_device("galaxy-s25")
+    small = dataclasses.replace(s25, chip=dataclasses.replace(s25.chip, graph_limit_mb=0))
+    monkeypatch.setattr("exporters.job.find_device", lambda name: small)
+    config = {**LLAMA, "hidden_size": 768, "intermediate_size": 768, "num_attention_heads": 12, "head_dim": 64}
+    model, out = write_checkpoint(tmp_path / "model", config), tmp_path / "out"
+    job = Job(model=str(model), out=out, format="executorch", device="galaxy-s25", precision=precision, context=16)
+    with pytest.raises(RingstepError, match=r"\d MiB of weights, and one context of sm8750 holds 0 MiB: use --format"):
+        Line(job).run()
+    assert not out.exists()
+    with open_folder(out):
+        pass
+    with pytest.raises(RingstepError, match="one context of sm8750"):
+        Line(job).run()
