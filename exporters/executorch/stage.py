@@ -96,13 +96,13 @@ def build_qnn(line: Line, folder: Path) -> dict[str, Any]:
         made = lower(line.job, files, chip=line.device.chip, small=small,
                      graphs={method_name(graph.n): graph for graph in graphs})  # fmt: skip
     facts, apart = made["files"].get(True), made["files"][False]
+    weights = weight_bytes(line, line.quantised.grid_of if line.quantised else None)
     if facts is None:
         facts = apart
     else:
-        grid_of = line.quantised.grid_of if line.quantised else None
-        check_shared(facts["bytes"], apart["bytes"], weight_bytes(line, grid_of), len(line.chunks))
+        check_shared(facts["bytes"], apart["bytes"], weights, len(line.chunks))
         facts |= {"simulated": apart}
-    return {**facts, "seconds": made["seconds"], "peak_bytes": made["peak_bytes"]}
+    return {**facts, "weight_bytes": weights, "seconds": made["seconds"], "peak_bytes": made["peak_bytes"]}
 
 
 def weight_bytes(line: Line, grid_of: Callable[[str], Grid | None] | None) -> int:
