@@ -65,8 +65,8 @@ def lower(name: str, options: list[str], model: Path) -> dict[str, Any]:
                "galaxy-s25", "--context", "1024", "--calibration-tokens", "512", "--no-parity", "--out", folder]
     run([*command, *(str(scheme) if o == "SCHEME" else o for o in options)], OUT / f"{folder.name}.log")
     facts = json.loads((folder / "manifest.json").read_text())["stages"]["executorch"]["facts"]
-    return {"row": name, "seconds": facts["seconds"], "peak_bytes": facts["peak_bytes"], "bytes": facts["bytes"],
-            "simulated_bytes": facts.get("simulated", facts)["bytes"], "weight_bytes": facts["weight_bytes"]}  # fmt: skip
+    own = {name: facts[name] for name in ("seconds", "peak_bytes", "bytes", "weight_bytes")}
+    return {"row": name, **own, "simulated_bytes": facts.get("simulated", facts)["bytes"]}
 
 
 def main() -> None:
