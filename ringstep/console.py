@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -306,3 +308,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return str(value) if isinstance(value, Path) else value
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Without what torch's and ExecuTorch's own imports and passes warn of and log."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ringstep.engines.executorch import first_line, quiet, require
+from ringstep.console import quiet_libraries
+from ringstep.engines.executorch import first_line, require
 from ringstep.errors import RingstepError
 from ringstep.files import ordinary_size
 from ringstep.pte_qnn import contexts
@@ -71,7 +72,7 @@ def header(path: Path, head: bytes, size: int) -> tuple[int, int, int]:
 def parse(path: Path, data: bytes) -> Any:
     """The program of a .pte in ExecuTorch's own classes."""
     require()
-    with quiet():
+    with quiet_libraries():
         from executorch.exir._serialize._program import _flatbuffer_to_program
 
     try:

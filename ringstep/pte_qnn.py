@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ringstep import child, qairt
-from ringstep.engines.executorch import first_line, quiet
+from ringstep.console import quiet_libraries
+from ringstep.engines.executorch import first_line
 from ringstep.errors import RingstepError
 
 BACKEND = "QnnBackend"
@@ -46,7 +47,7 @@ def delegate_data(program: Any, delegate: Any, data: mmap.mmap, base: int) -> tu
 
 def compiled_for(delegate: Any) -> dict[str, Any]:
     """SoC, HTP architecture, precision and weight sharing of a delegate. Raises RingstepError for unknown options."""
-    with quiet():
+    with quiet_libraries():
         from executorch.backends.qualcomm.serialization.qc_schema_serialize import flatbuffer_to_option
 
     try:

@@ -25,13 +25,12 @@ from exporters.onnx import graph_file
 from exporters.quantised import float_file
 from exporters.tapped import encodings_in
 from quantize.activations import MOVES, Activation, is_float
+from quantize.grid import STEPS
 from quantize.qdq import integers_of, refusal
 from quantize.store import Stored, weight_at
 from quantize.torch_graph import block_of, run
 from ringstep.contract import INTEGERS, GraphSpec
 from ringstep.errors import RingstepError
-
-BLOCK_STEPS = 15  # quantize.grid.STEPS; ExecuTorch counts to 16
 
 
 class Weights(nn.Module):
@@ -162,8 +161,8 @@ def block_scales(visitor: Any, node: Any, attributes: Any) -> tuple[Any, dict[st
 
     scales = attributes[own.QCOM_SCALE]
     rows = scales.reshape(node.meta["val"].shape[0], -1)
-    channel = rows.amax(-1) / BLOCK_STEPS
-    steps = torch.round(rows / channel[:, None]).clamp(1, BLOCK_STEPS).to(torch.uint8)
+    channel = rows.amax(-1) / STEPS
+    steps = torch.round(rows / channel[:, None]).clamp(1, STEPS).to(torch.uint8)
     offsets = np.empty(len(channel), dtype=[("scale", np.float32), ("offset", np.int32)])
     offsets["scale"], offsets["offset"] = channel.numpy(), 0
     config = {name: attributes[name] for name in (own.QCOM_DTYPE, own.QCOM_QUANT_MIN, own.QCOM_QUANT_MAX)} | {

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from recipes.step import DecodeStep
+from ringstep.console import quiet_libraries
 from ringstep.contract import GraphSpec, StepSpec
-from ringstep.engines.executorch import method_name, quiet
+from ringstep.engines.executorch import method_name
 from ringstep.pte import methods
 
 
@@ -52,7 +53,7 @@ def write_pte(edge: Any, file: Path, integers: bool = False) -> dict[str, Any]:
 
     `integers`: QNN's inputs and outputs stay integers.
     """
-    with quiet():
+    with quiet_libraries():
         from executorch.exir import ExecutorchBackendConfig
         from executorch.exir.passes import MemoryPlanningPass
 

@@ -25,10 +25,11 @@ SAVED = 0.95  # of a copy of the weights: what sharing must save a method; it al
 
 def known_chip(chip: Chip) -> None:
     """Raise RingstepError for a chip that ExecuTorch's QNN backend has no entry for."""
-    from ringstep.engines.executorch import quiet, require
+    from ringstep.console import quiet_libraries
+    from ringstep.engines.executorch import require
 
     require()
-    with quiet():
+    with quiet_libraries():
         from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
 
     if chip.soc_model not in {c.value for c in QcomChipset}:

@@ -16,8 +16,9 @@ from exporters.executorch.method import Method, constants, example_inputs, write
 from recipes.blocks import RMSNorm
 from recipes.plan import Options, Plan, Source
 from recipes.step import DecodeStep
+from ringstep.console import quiet_libraries
 from ringstep.contract import StepSpec
-from ringstep.engines.executorch import method_name, quiet
+from ringstep.engines.executorch import method_name
 from ringstep.errors import RingstepError
 
 
@@ -102,7 +103,7 @@ def trace(plan: Plan, options: Options, spec: StepSpec, read: Callable[[Source],
 
 def lower(programs: dict[str, Any], described: dict[str, Any]) -> Any:
     """Exported programs by method in the edge dialect, all that XNNPACK takes in its delegates."""
-    with faster_fx(), quiet():
+    with faster_fx(), quiet_libraries():
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import logging
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ringstep.console import quiet_libraries
 from ringstep.contract import PartSpec, StepSpec
 from ringstep.engines.base import Arrays, Engine
 from ringstep.errors import RingstepError
@@ -96,7 +93,7 @@ class ExecutorchEngine:
 
 def load_program(path: Path) -> Any:
     """Open a .pte. Raises RingstepError for a file that is missing or that the runtime refuses."""
-    with quiet():
+    with quiet_libraries():
         from executorch.runtime import Runtime, Verification
 
     if not path.is_file():
@@ -110,16 +107,3 @@ def load_program(path: Path) -> Any:
 def first_line(error: Exception) -> str:
     """What the runtime says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of ExecuTorch's and torchao's own imports and passes."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ringstep.checkpoint import Checkpoint
+from ringstep.console import quiet_libraries
 from ringstep.errors import RingstepError
 from ringstep.parity.report import Truth
 
@@ -37,8 +38,7 @@ class TransformersReference:
         fields = {key: value for key, value in checkpoint.config.items() if key not in unused}
         try:
             config = transformers.AutoConfig.for_model(kind, **fields)
-            with warnings.catch_warnings(), no_init_weights():
-                warnings.simplefilter("ignore")
+            with quiet_libraries(), no_init_weights():
                 self.model: Any = transformers.AutoModelForCausalLM.from_config(
                     config, attn_implementation="eager", dtype=getattr(torch, dtype)
                 )
