@@ -170,6 +170,13 @@ def inspect(artifact: Path, json_: bool) -> int:
     """Show ARTIFACT's inputs, caches, files, and KV bytes by context; of a .pte its methods, delegates and kernels."""
     from exporters.inspect import describe, describe_pte, print_description, print_pte
 
+    if (artifact / "modules.json").exists() and not (artifact / "step.json").exists():
+        from exporters.executorch.module import read_modules
+        from exporters.show import print_module
+
+        modules = read_modules(artifact)
+        (console.print_json if json_ else print_module)(modules)
+        return 0
     single = artifact.suffix == ".pte" and not artifact.is_dir()
     body = describe_pte(artifact) if single else describe(artifact)
     if json_:

@@ -87,6 +87,9 @@ def find_scheme(job: Job) -> tuple[str, Scheme | None]:
     if job.scheme is None and precision not in presets() and not precision.endswith(".toml"):
         known = list(dict.fromkeys([*DTYPES, *presets()]))
         hint = did_you_mean(precision, known)
+        if job.format == "executorch" and precision in XNNPACK:
+            raise RingstepError(f"--precision {precision}: is XNNPACK's, give --backend xnnpack; for the NPU there are "
+                                "fp16 and schemes such as w8a16")  # fmt: skip
         raise RingstepError(
             f"--precision {precision!r} is unknown{hint}; there are {', '.join(known)}, or your own with --scheme FILE"
         )
@@ -105,12 +108,17 @@ def xnnpack_precision(job: Job) -> str:
     precision = job.precision if job.precision is not None else XNNPACK[0]
     if precision not in XNNPACK:
         hint = did_you_mean(precision, list(XNNPACK))
-        raise RingstepError(f"--precision {precision!r}: xnnpack has {', '.join(XNNPACK)}{hint}")
+        raise RingstepError(f"--precision {precision!r}: xnnpack has {', '.join(XNNPACK)}{hint}; for the NPU give "
+                            "--device")  # fmt: skip
     return precision
 
 
-def check_executorch(job: Job, device: Device) -> None:
+def check_executorch(job: Job, device: Device, scheme: Scheme | None) -> None:
     """Refuse what ExecuTorch's QNN backend cannot do. Raises RingstepError."""
+    for key, bits in vars(scheme.exceptions).items() if scheme else ():
+        if scheme and bits not in (None, scheme.activations.bits):
+            raise RingstepError(f"scheme {scheme.name}: [exceptions] {key} = {bits}: ExecuTorch's backend takes "
+                                "activations of one width; leave it out, or use --format qnn")  # fmt: skip
     from exporters.executorch.qnn import known_chip
     from ringstep import qairt
 
@@ -131,7 +139,7 @@ def find_target(job: Job, precision: str, scheme: Scheme | None) -> Device | Non
     """The device of a job, which can run its precision. Raises RingstepError."""
     device = find_device(job.device) if job.device else None
     if scheme is not None and not scheme.activations.bits and (device or job.format == "qnn"):
-        instead = "leave --device out" + (" and use --format onnx" if job.format == "qnn" else "")
+        instead = "leave --device out" + (" and use --format onnx" if job.format != "onnx" else "")
         raise RingstepError(
             f"scheme {scheme.name} leaves activations in float ([activations] bits = 0), which no NPU takes beside "
             f"integer weights: {instead} for a CPU, or use a scheme such as w8a16"
@@ -142,7 +150,7 @@ def find_target(job: Job, precision: str, scheme: Scheme | None) -> Device | Non
         instead = "--format onnx" if job.format == "qnn" else "--backend xnnpack"
         raise RingstepError(f"what the NPU runs is for one chip: give --device (see ringstep devices) or {instead}")
     if job.format == "executorch":
-        check_executorch(job, device)
+        check_executorch(job, device, scheme)
     if scheme is not None:
         return device
     if precision == "fp32":

@@ -163,7 +163,7 @@ class Line:
 
     def run_stages(self) -> Manifest:
         """The stages in order."""
-        if self.job.method:
+        if self.job.method is not None:
             from exporters.executorch.module import export_module
 
             return export_module(self, self.job.method)

@@ -225,7 +225,9 @@ def death(code: int) -> str:
 def last_error(log: str) -> str:
     """Return the last line of a log that speaks of an error, "" if none does."""
     for line in reversed(log.splitlines()):
-        if re.search(r"error|fail|exception|abort", line, re.IGNORECASE) and "Fatal Python error" not in line:
+        # Python's and torch's warnings speak of errors to come.
+        warns = "Fatal Python error" in line or re.search(r"^W\d{4} |Warning: ", line)
+        if re.search(r"error|fail|exception|abort", line, re.IGNORECASE) and not warns:
             return line
     return ""
 

@@ -328,14 +328,17 @@ def _outputs(temporary: Path, stage: str) -> dict[str, Output]:
 
 
 def _commit(manifest: Manifest, record: StageRecord, temporary: Path) -> None:
-    folder, earlier = manifest.folder, manifest.stages.get(record.name)
-    # A record that loses a file to this stage is of an older line; dropping it makes its stage run again.
+    folder = manifest.folder
+    # A record that loses a file to this stage is of an older line; dropping it makes its stage run again. What else it
+    # wrote would have no owner, and stay.
     kept = {
         name: other
         for name, other in manifest.stages.items()
         if name != record.name and not other.outputs.keys() & record.outputs.keys()
     }
-    stale = earlier.outputs.keys() - record.outputs.keys() if earlier else set()
+    dropped = [other for name, other in manifest.stages.items() if name not in kept]
+    owned = {path for other in kept.values() for path in other.outputs} | record.outputs.keys()
+    stale = {path for other in dropped for path in other.outputs} - owned
     for name in (*record.outputs, *stale):
         if manifest.path(name).is_dir() and name in record.outputs:  # refuses before anything changed
             raise RingstepError(f"{folder / name}: a folder, where stage {record.name} writes a file; move it away")

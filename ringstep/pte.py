@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,22 +24,31 @@ LEAST_BLOB_BYTES = 1024  # below this, equal data means nothing
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A .pte as plain values. Raises RingstepError for a file that is none, truncated, or of another version."""
+    """A .pte as plain values. Raises RingstepError for a file that is none, damaged, or of another version."""
     size = ordinary_size(path) if path.exists() else 0
     if not size:
         raise RingstepError(f"{path}: no such file, or an empty one")
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        program_bytes, base, segment_bytes = header(path, data[:HEAD_BYTES], size)
-        program = parse(path, data[:program_bytes])
-        segments = [(s.offset, s.size) for s in program.segments]
-        for offset, length in segments:
-            if offset + length > max(segment_bytes, size - base):
-                raise RingstepError(f"{path}: truncated: a segment ends behind the file's {size} bytes")
-        copies = equal_blobs(blobs(data, base, segments, program))
         try:
-            compiled = list(contexts(program, data, base).values())
-        except RingstepError as error:
-            raise RingstepError(f"{path}: {error}") from None
+            return described(path, data, size)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+            # A program whose numbers lead nowhere: every field of it may be anything.
+            raise RingstepError(f"{path}: damaged: {first_line(error)}; export again") from None
+
+
+def described(path: Path, data: mmap.mmap, size: int) -> dict[str, Any]:
+    """What describe returns, of a mapped file of `size` bytes."""
+    program_bytes, base, segment_bytes = header(path, data[:HEAD_BYTES], size)
+    program = parse(path, data[:program_bytes])
+    segments = [(s.offset, s.size) for s in program.segments]
+    for offset, length in segments:
+        if offset + length > max(segment_bytes, size - base):
+            raise RingstepError(f"{path}: truncated: a segment ends behind the file's {size} bytes")
+    copies = equal_blobs(blobs(data, base, segments, program))
+    try:
+        compiled = list(contexts(program, data, base).values())
+    except RingstepError as error:
+        raise RingstepError(f"{path}: {error}") from None
     if not program.execution_plan:
         raise RingstepError(f"{path}: damaged: ExecuTorch cannot read a method in it")
     constants = {plan.name: returned(plan) for plan in program.execution_plan if not plan.inputs}

@@ -47,6 +47,9 @@ def require() -> Path:
             f"QNN_SDK_ROOT: {root} holds no {FOLDER}/{COMPILER}; name an SDK's root, or unset it" if given else
             f"Qualcomm's libraries for ExecuTorch are not here: {FETCH} (90 MB by pip)"
         )  # fmt: skip
+    if given and version(root) == "unknown":
+        raise RingstepError(f"QNN_SDK_ROOT: {root / FOLDER / COMPILER} carries no version of QAIRT: damaged, or not "
+                            "Qualcomm's; name an SDK's root, or unset it")  # fmt: skip
     return root.resolve()
 
 

@@ -16,7 +16,9 @@ from exporters.executorch.stage import LIBRARIES
 from exporters.stages import READERS, versions
 from ringstep import child, console, qairt
 from ringstep.errors import RingstepError, did_you_mean
+from ringstep.files import read_text
 from ringstep.manifest import Manifest, library_versions, open_folder
+from ringstep.tensor_file import parse_json
 
 if TYPE_CHECKING:
     from exporters.job import Job
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 FILE = "modules.json"
 LIMIT_SECONDS = 1800.0
+LARGEST = 1 << 20  # tokens of a chunk, not included
 SNR_DB = {"float32": 90.0, "float16": 35.0}  # what a .pte must have against eager torch, as of a step (thresholds.toml)
 
 
@@ -32,8 +35,10 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
     """NAME or NAME=N,N as name and chunk sizes, () for none. Raises RingstepError."""
     name, _, sizes = text.partition("=")
     parts = sizes.split(",") if sizes else []
-    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < 1 << 20 for part in parts):
-        raise RingstepError(f"--method {text}: chunk sizes are numbers from 1 on, such as {name}=1,32")
+    if not name:
+        raise RingstepError(f"--method {text!r}: names no module; it is NAME or NAME=N,N, such as head=1,32")
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) < LARGEST for part in parts):
+        raise RingstepError(f"--method {text}: chunk sizes are numbers from 1 to {LARGEST - 1}, such as {name}=1,32")
     return name, tuple(dict.fromkeys(map(int, parts)))
 
 
@@ -110,6 +115,18 @@ def build(line: Line, fixed: FixedModule, name: str, chunks: tuple[int, ...], fo
             "programs": programs}  # fmt: skip
     (folder / FILE).write_text(json.dumps(body, indent=1) + "\n")
     return body | {"seconds": round(made.seconds, 1), "peak_bytes": made.peak_bytes}
+
+
+def read_modules(folder: Path) -> dict[str, Any]:
+    """modules.json of a folder. Raises RingstepError where it is not what build wrote."""
+    path = folder / FILE
+    try:
+        body: dict[str, Any] = parse_json(read_text(path).encode(), str(path))
+        programs = [(p["file"], p["chunk"], p["methods"], p["bytes"], p["snr_db"]) for p in body["programs"]]
+        _ = body["method"], body["reference"], body["simulated"], body["passed"], body["limit_db"], programs
+    except (KeyError, TypeError) as error:
+        raise RingstepError(f"{path}: not written by ringstep, or damaged ({error}); export again") from None
+    return body
 
 
 def seeded(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:

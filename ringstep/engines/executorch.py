@@ -96,12 +96,16 @@ def load_program(path: Path) -> Any:
     with quiet_libraries():
         from executorch.runtime import Runtime, Verification
 
+    from ringstep.pte import HEAD_BYTES, header
+
     if not path.is_file():
         raise RingstepError(f"{path}: no such file")
+    with path.open("rb") as stream:
+        header(path, stream.read(HEAD_BYTES), path.stat().st_size)  # the runtime prints why, and raises a number
     try:
         return Runtime.get().load_program(path, verification=Verification.InternalConsistency)
     except RuntimeError as error:
-        raise RingstepError(f"{path}: ExecuTorch's runtime refuses it: {first_line(error)}") from None
+        raise RingstepError(f"{path}: ExecuTorch's runtime refuses it: {first_line(error)}; export again") from None
 
 
 def first_line(error: Exception) -> str:

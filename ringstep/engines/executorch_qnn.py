@@ -35,7 +35,12 @@ class ExecutorchQnnEngine:
     def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
         """Run the method of n tokens, filling `outputs`. Raises RingstepError."""
         plain = {name: np.asarray(array) for name, array in inputs.items()}
-        made = self.worker.call(_run, n, plain, timeout_s=TIMEOUT_SECONDS).value
+        try:
+            made = self.worker.call(_run, n, plain, timeout_s=TIMEOUT_SECONDS).value
+        except RingstepError as error:
+            # The runtime says a number where the backend's log has the reason.
+            cause = qairt.explain(child.read_tail(self.worker.log)) if self.worker.log.exists() else ""
+            raise RingstepError(f"{error}: {cause}" if cause and cause not in str(error) else str(error)) from None
         for name, array in outputs.items():
             array[...] = made[name]
 

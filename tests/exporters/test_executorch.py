@@ -85,6 +85,25 @@ def test_damaged_files(out: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value) and str(caught.value).startswith(str(file))
 
 
+@needs_executorch
+def test_any_byte_of_the_program_may_be_wrong(out: Path, tmp_path: Path) -> None:
+    """Numbers that lead nowhere are damage, told in one line: 300 files with one byte changed, seeded."""
+    whole = bytearray((out / "executorch/model.pte").read_bytes())
+    program_bytes = pte.header(out, bytes(whole[: pte.HEAD_BYTES]), len(whole))[0]
+    random, refused = np.random.default_rng(0), 0
+    for i in range(300):
+        at, file = int(random.integers(40, program_bytes)), tmp_path / f"{i}.pte"
+        damaged = bytearray(whole)
+        damaged[at] = int(random.choice([0, 127, 255]))
+        file.write_bytes(damaged)
+        try:
+            pte.describe(file)
+        except RingstepError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 5
+
+
 def test_without_executorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     absent = lambda name, *rest: None if name == "executorch" else find(name, *rest)
@@ -98,6 +117,7 @@ def test_without_executorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("options", "words"),
     [(("--format", "executorch", "--precision", "w4a16"), "xnnpack has fp32, 8da4w"),
      (("--format", "onnx", "--backend", "xnnpack"), "--backend xnnpack: goes with --format executorch"),
+     (("--format", "executorch", "--precision", "w8a16"), "for the NPU give --device"),
      (("--format", "executorch", "--scheme", "x.toml"), "precisions of its own")],
 )  # fmt: skip
 def test_refusals(options: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

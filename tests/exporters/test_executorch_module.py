@@ -46,6 +46,11 @@ def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert described["constants"]["get_chunk"] == program["chunk"]
     assert run(*command, "--json") == 0
     assert json.loads(capsys.readouterr().out)["redone"] == []
+    assert run("inspect", out) == 0 and "executorch/head_6.pte" in capsys.readouterr().out
+    for damaged in ((out / "modules.json").read_text()[:20], "{}", "[]"):
+        (out / "modules.json").write_text(damaged)
+        assert run("inspect", out) == 2
+        assert "modules.json" in capsys.readouterr().err
 
 
 @needs_libraries
@@ -92,11 +97,15 @@ def test_parse() -> None:
     for bad in ("head=0", "head=x", "head=1,", "head=-4", "head=99999999"):
         with pytest.raises(RingstepError, match="chunk sizes are numbers"):
             module.parse(bad)
+    for bad in ("", "=1,2"):
+        with pytest.raises(RingstepError, match=f"--method '{bad}': names no module"):
+            module.parse(bad)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [(("--format", "onnx", "--method", "head"), "--method head: goes with --format executorch"),
+     (("--format", "executorch", "--method", ""), "names no module"),
      (("--format", "executorch", "--method", "hed"), "did you mean head"),
      (("--format", "executorch", "--precision", "8da4w", "--method", "head"), "in fp32 or fp16")],
 )  # fmt: skip

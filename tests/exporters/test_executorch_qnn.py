@@ -97,6 +97,8 @@ def test_check_shared() -> None:
     ("options", "words"),
     [(("--backend", "qnn"), "give --device"),
      (("--device", "galaxy-s25", "--precision", "fp32"), "the NPU computes in fp16"),
+     (("--device", "galaxy-s25", "--precision", "8da4w"), "is XNNPACK's, give --backend xnnpack"),
+     (("--device", "galaxy-s25", "--precision", "int4-g128"), "leave --device out and use --format onnx for a CPU"),
      (("--device", "sm8450", "--chunk", "4"), "takes v73 or newer; leave --chunk out"),
      (("--device", "qcs6490"), "has no fp16")],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,16 @@ def test_without_an_encoding_nothing_is_made(job: Job, small: dict[str, np.ndarr
         lacking = {n: a for n, a in made.activations.items() if n != name}
         with pytest.raises(RingstepError, match=f"tensor {name}: stays in float"):
             Converted(graph, lacking, made.weights)
+
+
+@needs_libraries
+@pytest.mark.parametrize("line", ["norms = 0", "gates = 0", "softmax = 8"])
+def test_activations_of_other_widths_are_refused_first(line: str, job: Job, tmp_path: Path) -> None:
+    scheme = tmp_path / "mixed.toml"
+    scheme.write_text(f"[activations]\nbits = 16\n[exceptions]\n{line}\n")
+    with pytest.raises(RingstepError, match=rf"scheme mixed: \[exceptions\] {line}: .* of one width"):
+        Line(dataclasses.replace(job, format="executorch", scheme=scheme, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 @needs_libraries

@@ -200,9 +200,12 @@ def test_outputs_of_an_earlier_run_go(tmp_path: Path) -> None:
 
 
 def test_a_file_that_moves_to_another_stage_drops_the_old_record(tmp_path: Path) -> None:
-    stage(tmp_path, writes({"x": "1"}), name="a")
+    stage(tmp_path, writes({"x": "1", "only/of/a": "1"}), name="a")
+    stage(tmp_path, writes({"c": "1"}), name="c")
     stage(tmp_path, writes({"x": "2", "y": "2"}), name="b")
-    assert set(Manifest.load(tmp_path).stages) == {"b"}
+    assert set(Manifest.load(tmp_path).stages) == {"b", "c"}
+    # What else the old one wrote has no owner any more.
+    assert set(contents(tmp_path)) == {"x", "y", "c", "manifest.json", LOCK}
     stage(tmp_path, writes({"z": "1"}), name="a")
     assert (tmp_path / "x").read_text() == "2"
 
