@@ -1,7 +1,7 @@
 """What lowering for QNN does inside its child process: programs by method, the edge dialect once, a .pte for each way.
 
-DecodeStep (fp16) or Converted (integers) ─ torch.export ─▶ edge dialect ─┬▶ weights shared    model.pte
-                                                                          └▶ weights apart     simulated.pte
+    DecodeStep (fp16) or Converted (integers) ─ torch.export ─▶ edge dialect ─┬▶ weights shared    model.pte
+                                                                              └▶ weights apart     simulated.pte
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lower_to_files(job: Job, soc_model: int, graphs: Mapping[str, GraphSpec], fi
 
     `graphs` are the contract's by method, `small` the parameters of a quantised step that are no linear's, in float32.
     """
-    gc.disable()  # a child that ends with this: collecting millions of nodes that stay would be a fifth of the time
+    gc.disable()  # a child that ends with this: looking through millions of objects that stay is a tenth of the time
     with torch.no_grad(), faster_fx():
         line = Line(job)
         programs = quantised_programs(job.out / "onnx", graphs, small) if line.scheme else float_programs(line)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 PTE, SIMULATED_PTE = "executorch/model.pte", "executorch/simulated.pte"
 LIBRARIES = ("executorch", "torchao")
 QUANTISED = ("graphs", "rescale", "round", "qdq")  # stages whose files a quantised .pte is made from
+CONVERTING = ("quantize/torch_graph.py", "quantize/qdq.py", "quantize/store.py", "exporters/tapped.py")
 GROUPS = {"8da4w": 32, "8da4w-g128": 128}  # weights that share a scale
 
 
@@ -46,7 +47,8 @@ def executorch_stage(line: Line, done: Mapping[str, Mapping[str, str]]) -> Stage
         options |= {"chip": line.device.chip.name, "libraries": qairt.require().name}
     own = ("xnnpack",) if backend == "xnnpack" else ("qnn", "qnn_lower", "converted")
     sources = versions("recipes", *(f"exporters/executorch/{name}.py" for name in ("method", "faster_fx", *own)),
-                       "ringstep/contract.py", *READERS, libraries=("torch", *LIBRARIES))  # fmt: skip
+                       *(CONVERTING if line.quantised else ()), "ringstep/contract.py", *READERS,
+                       libraries=("torch", *LIBRARIES))  # fmt: skip
     build = build_xnnpack if backend == "xnnpack" else build_qnn
     inputs = {"checkpoint": line.manifest.checkpoint["sha256"]}
     for name in QUANTISED if line.quantised else ():
