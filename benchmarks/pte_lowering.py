@@ -82,10 +82,11 @@ def main() -> None:
     if args.json:
         console.print_json({"rows": rows, "machine": before})
         return
-    table = [(r["row"], console.human_seconds(r["seconds"]), console.human_bytes(r["peak_bytes"]), f"{r['bytes']:,}",
-              f"{r['simulated_bytes']:,}", f"{r['weight_bytes']:,}", f"{r['bytes'] / r['weight_bytes']:.3f}")
+    size = console.human_bytes
+    table = [(r["row"], console.human_seconds(r["seconds"]), size(r["peak_bytes"]), size(r["bytes"]),
+              size(r["simulated_bytes"]), size(r["weight_bytes"]), f"{r['bytes'] / r['weight_bytes']:.3f}")
              for r in rows]  # fmt: skip
-    columns = ["", "lowering", "peak RssAnon", "model.pte", "without sharing", "theory", "ratio"]
+    columns = ["", "lowering", "RssAnon", "model.pte", "not shared", "theory", "ratio"]
     console.table("Two layers of Spark-X2.5-1.7B's size and a head of 32768, for sm8750", columns, table)
 
 
