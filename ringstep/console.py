@@ -112,6 +112,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for index, column in enumerate(columns):
         numbers = bool(cells) and all(_NUMBER.fullmatch(row[index]) for row in cells)
