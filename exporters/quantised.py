@@ -329,7 +329,7 @@ class Quantised:
 
             (folder / "onnx").mkdir()
             (folder / FOLDER).mkdir()
-            found, home = self.calibration, self.job.out / "onnx"
+            found, home, small = self.calibration, self.job.out / "onnx", self.small
             largest = json.loads((self.job.out / TABLE).read_text())["largest"]
             found.seen["x"] = Seen(-largest, largest)
             index = load_index(home / INDEX)
@@ -341,7 +341,7 @@ class Quantised:
                 own = encode(model.graph, found.seen, self.scheme, self.chip, sink)
                 every = own | every  # of a name that graphs give to different tensors decode's is told
                 cut |= clipped(model.graph, found.seen, own)
-                ir.save(to_qdq(model, home, own, index, self.small), folder / "onnx" / graph_file(n))
+                ir.save(to_qdq(model, home, own, index, small), folder / "onnx" / graph_file(n))
             body = {name: {"dtype": a.dtype, **dataclasses.asdict(a.encoding)}
                     for name, a in sorted(every.items()) if a is not None}  # fmt: skip
             (folder / ACTIVATIONS).write_text(json.dumps(body, indent=0) + "\n")

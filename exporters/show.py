@@ -21,8 +21,9 @@ def show_manifest(manifest: Any) -> dict[str, Any]:
     path = manifest.folder / "parity.json"
     # A proof of an earlier state of the folder has been dropped from the manifest by now.
     proof = json.loads(path.read_text()) if "parity" in manifest.stages and path.exists() else None
-    proved = next((manifest.stages[n] for n in ("parity", "module") if n in manifest.stages), None)
-    passed = proved.facts.get("passed") if proved and (proof or proved.name == "module") else None
+    passed = manifest.stages["parity"].facts.get("passed") if proof else None
+    if "module" in manifest.stages:
+        passed = manifest.stages["module"].facts.get("passed")
     body = {"folder": str(manifest.folder), "options": manifest.options, "versions": manifest.versions,
             "stages": stages, "parity": proof, "passed": passed}  # fmt: skip
     report = read_report(manifest)

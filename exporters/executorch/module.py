@@ -121,7 +121,7 @@ def read_modules(folder: Path) -> dict[str, Any]:
     """modules.json of a folder. Raises RingstepError where it is not what build wrote."""
     path = folder / FILE
     try:
-        body: dict[str, Any] = parse_json(read_text(path).encode(), str(path))
+        body = parse_json(read_text(path).encode(), str(path))
         programs = [(p["file"], p["chunk"], p["methods"], p["bytes"], p["snr_db"]) for p in body["programs"]]
         _ = body["method"], body["reference"], body["simulated"], body["passed"], body["limit_db"], programs
     except (KeyError, TypeError) as error:
