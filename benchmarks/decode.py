@@ -51,22 +51,27 @@ def decode(tool: str, folder: Path, ids: list[int], n: int, threads: int, contex
 
 def measure(rounds: int, n: int, threads: int, context: int) -> dict[str, Any]:
     """Measure all tools for a number of rounds."""
+    return compared(artifacts(context), OURS, rounds, n, threads, context)
+
+
+def compared(folders: dict[str, Path], ours: str, rounds: int, n: int, threads: int, context: int) -> dict[str, Any]:
+    """Decode with every tool's folder for a number of rounds; `ours` runs in this environment, peers in their own."""
     from ringstep.text import Text
 
-    folders, before = artifacts(context), machine()
-    text = Text(folders[OURS])
+    before = machine()
+    text = Text(folders[ours])
     ids = text.chat(PROMPT)
     runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in folders}
     for index in range(rounds):
         for tool in rotated(list(folders), index):
-            python = Path(sys.executable) if tool == OURS else peers.python(tool)
+            python = Path(sys.executable) if tool == ours else peers.python(tool)
             runs[tool].append(decode(tool, folders[tool], ids, n, threads, context, python))
             console.say(f"round {index + 1}/{rounds} {tool}: {runs[tool][-1]['tokens_per_second']:.1f} tokens/s")
-    first = runs[OURS][0]["ids"]
+    first = runs[ours][0]["ids"]
     answers = [one["ids"] for found in runs.values() for one in found]
     return {
         "rounds": rounds, "prompt_tokens": len(ids), "new_tokens": n, "threads": threads, "context": context,
-        "rows": [summary(tool, runs[tool], runs[OURS]) for tool in runs],
+        "rows": [summary(tool, runs[tool], runs[ours]) for tool in runs],
         "same_ids": all(answer == first for answer in answers),
         "same_until": {tool: min(common(first, one["ids"]) for one in found) for tool, found in runs.items()},
         "text": text.decode(first), "machine": before,

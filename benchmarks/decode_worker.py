@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ Loop = tuple[Callable[[list[int]], int], Callable[[int], int]]
 WARM_TOKENS = 8
 
 
-def open_ringstep(folder: str, threads: int, context: int) -> Loop:
-    """DecodeSession on ONNX Runtime; its context is the artifact's."""
+def open_ringstep(folder: str, threads: int, context: int, engine: str = "ort") -> Loop:
+    """DecodeSession on ONNX Runtime, or on ExecuTorch's, which takes no number of threads.
+
+    Its context is the artifact's.
+    """
     from ringstep import DecodeSession
 
-    session = DecodeSession.open(folder, engine="ort", threads=threads)
+    options = {"threads": threads} if engine == "ort" else {}
+    session = DecodeSession.open(folder, engine=engine, **options)
     if session.spec.context != context:
         sys.exit(f"{folder} was exported for a context of {session.spec.context}, not {context}")
 
@@ -90,19 +95,6 @@ def open_optimum(folder: str, threads: int, context: int) -> Loop:
     return start, lambda token: advance([token])
 
 
-def open_ringstep_executorch(folder: str, threads: int, context: int) -> Loop:
-    """DecodeSession on ExecuTorch's runtime, which chooses its own number of threads."""
-    from ringstep import DecodeSession
-
-    session = DecodeSession.open(folder, engine="executorch")
-
-    def start(ids: list[int]) -> int:
-        session.reset()
-        return int(session.step(ids)[-1].argmax())
-
-    return start, lambda token: int(session.step([token])[0].argmax())
-
-
 def open_optimum_executorch(folder: str, threads: int, context: int) -> Loop:
     """Its .pte in the runtime's own binding: ids [1, n] and positions [n], the caches inside."""
     import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  its attention and cache operators
@@ -125,7 +117,7 @@ def open_optimum_executorch(folder: str, threads: int, context: int) -> Loop:
 
 
 TOOLS = {
-    "ringstep-executorch": (open_ringstep_executorch, "executorch"),
+    "ringstep-executorch": (partial(open_ringstep, engine="executorch"), "executorch"),
     "optimum-executorch": (open_optimum_executorch, "optimum-executorch"),
     "ringstep": (open_ringstep, "ringstep"),
     "genai": (open_genai, "onnxruntime-genai"),

@@ -15,11 +15,10 @@ from typing import Any
 import decode
 import export
 import peers
-from measure import BUILD, machine, rotated, size_bytes
+from measure import size_bytes
 
 from ringstep import console
 
-OUT = BUILD / "bench" / "pte"
 OURS, PEER = "ringstep-executorch", "optimum-executorch"
 
 
@@ -49,27 +48,10 @@ def exported(context: int) -> dict[str, dict[str, Any]]:
 
 def measure(rounds: int, n: int, context: int) -> dict[str, Any]:
     """Measure both for a number of rounds."""
-    from ringstep.text import Text
-
-    made, before = exported(context), machine()
-    text = Text(export.output(OURS))
-    ids = text.chat(decode.PROMPT)
-    runs: dict[str, list[dict[str, Any]]] = {tool: [] for tool in made}
-    OUT.mkdir(parents=True, exist_ok=True)
-    for index in range(rounds):
-        for tool in rotated(list(made), index):
-            python = Path(sys.executable) if tool == OURS else peers.python(tool)
-            runs[tool].append(decode.decode(tool, export.output(tool), ids, n, 0, context, python))
-            console.say(f"round {index + 1}/{rounds} {tool}: {runs[tool][-1]['tokens_per_second']:.1f} tokens/s")
-    first = runs[OURS][0]["ids"]
-    answers = [one["ids"] for found in runs.values() for one in found]
-    return {
-        "rounds": rounds, "prompt_tokens": len(ids), "new_tokens": n, "threads": "the runtime's own number of",
-        "context": context, "rows": [decode.summary(tool, runs[tool], runs[OURS]) for tool in runs],
-        "same_ids": all(answer == first for answer in answers),
-        "same_until": {tool: min(decode.common(first, one["ids"]) for one in found) for tool, found in runs.items()},
-        "text": text.decode(first), "exports": made, "machine": before,
-    }  # fmt: skip
+    made = exported(context)
+    folders = {tool: export.output(tool) for tool in made}
+    found = decode.compared(folders, OURS, rounds, n, 0, context)
+    return found | {"exports": made, "threads": "the runtime's own number of"}
 
 
 def main() -> None:

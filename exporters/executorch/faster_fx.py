@@ -30,9 +30,8 @@ def faster_fx() -> Iterator[None]:
         type(self).forward = forward
 
     def run_decompositions(self: Any, table: Any = None, **kwargs: Any) -> Any:
-        targets = {node.target for node in self.graph.nodes}
-        # The first makes a graph functional; after it only operators of the table change anything.
-        if table is None or not table or any(target in table for target in targets):
+        # The first, without a table, makes a graph functional; after it only operators of the table change anything.
+        if not table or any(node.target in table for node in self.graph.nodes):
             return decomposed(self, table, **kwargs)
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from export_runs import run
+from test_executorch import needs_executorch
 from test_executorch_qnn import needs_libraries
 from torch import Tensor, nn
 
@@ -24,8 +24,6 @@ from recipes import fixed
 from recipes.plan import FixedModule, Source
 from ringstep import pte
 from ringstep.errors import RingstepError
-
-needs_executorch = pytest.mark.skipif(importlib.util.find_spec("executorch") is None, reason="needs ExecuTorch")
 
 
 @needs_executorch
