@@ -1,0 +1,127 @@
+"""Qualcomm AI Hub's own client: quiet, its errors in one line each, its secrets kept out of them.
+
+The token is read by the client alone, from the ini file that QAIHUB_CLIENT_INI names or ~/.qai_hub/client.ini.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ringstep.child import one_line
+from ringstep.errors import RingstepError
+
+RETRIED = (429, 500, 502, 503, 504)
+CONFIGURE = "`qai-hub configure --api_token TOKEN` writes it, with the token from the account page of AI Hub"
+
+
+class Unreachable(RingstepError):
+    """The service did not answer, or asks to come back later: the same call may succeed soon."""
+
+
+class Gone(RingstepError):
+    """What was asked for is not there: deleted, expired, or another account's."""
+
+
+_secrets: set[str] = set()
+
+
+def require() -> None:
+    """Raise RingstepError where the client is not installed."""
+    if importlib.util.find_spec("qai_hub") is None:
+        raise RingstepError("Qualcomm AI Hub's client is not installed: pip install 'ringstep[aihub]'")
+
+
+def open_client() -> Any:
+    """The client, configured as it configures itself. Raises RingstepError without it, or without a token."""
+    require()
+    with translated("AI Hub's configuration"):
+        import qai_hub
+        from qai_hub import api_utils
+
+        try:
+            config = api_utils.load_default_api_config()
+        except FileNotFoundError:
+            path = api_utils.get_config_path(expanduser=False)
+            raise RingstepError(f"AI Hub's client has no configuration at {path}: {CONFIGURE}") from None
+        if config.api_token:
+            _secrets.add(config.api_token)
+        config.verbose = False
+        return qai_hub.Client(config=config)
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Turn what the client raises into RingstepErrors and keep what it prints off stdout; `what` opens the message.
+
+    Raises Unreachable for a service that may answer later, Gone for a 404 or something expired.
+    """
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    except RingstepError:
+        raise
+    except Exception as error:
+        raise _translate(what, error) from None
+
+
+@contextlib.contextmanager
+def single_attempt() -> Iterator[None]:
+    """Within, the client sends a POST once.
+
+    By itself it repeats one whose answer was lost, and the service then has two of what was made.
+    """
+    from qai_hub import public_rest_api as rest
+
+    before = rest.retry_call_with_backoff
+    rest.retry_call_with_backoff = lambda call: call()
+    try:
+        yield
+    finally:
+        rest.retry_call_with_backoff = before
+
+
+def redacted(text: str) -> str:
+    """The text in one line without tokens, the secrets in signed URLs, or the boxes that the client draws."""
+    for secret in _secrets:
+        text = text.replace(secret, "***")
+    text = re.sub(r"(?i)\b(token|bearer)\s+[\w.~+/-]{8,}=*", r"\1 ***", text)
+    text = re.sub(r"(https?://[^\s?#'\"]+)\?[^\s'\"]*", r"\1", text)
+    text = re.sub(r"//[^\s/@]+@", "//", text)
+    return one_line(re.sub(r"[─━│┃┌┐└┘┏┓┗┛═║╔╗╚╝╭╮╰╯|+-]{2,}|[│┃║]", " ", text))
+
+
+def _translate(what: str, error: Exception) -> RingstepError:
+    import requests
+
+    status = _status(error)
+    text = redacted(str(error)) or type(error).__name__
+    if status == 401 or "Failed to authenticate" in text or "API token is missing" in text:
+        return RingstepError(f"{what}: AI Hub does not accept the token, or there is none: {CONFIGURE}")
+    if status in (404, 410) or re.search(r"\bexpired\b|could not be found", text):
+        return Gone(f"{what}: {text}")
+    networks = (requests.exceptions.RequestException, ConnectionError, TimeoutError)
+    if status in RETRIED or isinstance(error, networks) or _is_internal(error, status):
+        return Unreachable(f"{what}: {text}")
+    return RingstepError(f"{what}: {text}")
+
+
+def _is_internal(error: Exception, status: int | None) -> bool:
+    from qai_hub.client import InternalError, RateLimitedError
+
+    # Without a status the service was not reached, or its answer broke off.
+    return isinstance(error, RateLimitedError) or (isinstance(error, InternalError) and (status or 500) >= 500)
+
+
+def _status(error: BaseException | None) -> int | None:
+    seen = 0
+    while error is not None and seen < 8:
+        status = getattr(error, "status_code", None)
+        if isinstance(status, int):
+            return status
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None
