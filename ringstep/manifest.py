@@ -87,6 +87,8 @@ class Manifest:
     options: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     stages: dict[str, StageRecord] = field(default_factory=dict)
+    aihub: dict[str, Any] = field(default_factory=dict)
+    """What was asked of Qualcomm AI Hub, uploaded to it and submitted there: see ringstep.profiling.ledger."""
     locked: bool = field(default=False, compare=False)
     """True while this process may write the folder; never saved."""
 
@@ -113,6 +115,7 @@ class Manifest:
         version = data.pop("version", None)
         if type(version) is not int or not 1 <= version <= VERSION:
             raise RingstepError(f"{path} has version {version!r}; this ringstep reads up to {VERSION}")
+        data.setdefault("aihub", {})  # older ones have none
         _check_keys(data, _MANIFEST_KEYS, str(path))
         stages = {name: _read_stage(folder, name, entry, str(path)) for name, entry in data["stages"].items()}
         return Manifest(folder, **data | {"stages": stages})
@@ -144,6 +147,7 @@ class Manifest:
             "options": self.options,
             "versions": self.versions,
             "stages": stages,
+            "aihub": self.aihub,
         }
         text = json.dumps(data, indent=2, allow_nan=False)
         with path.open("w", encoding="utf-8") as stream:
@@ -464,6 +468,7 @@ _MANIFEST_KEYS: dict[str, Any] = {
     "options": dict,
     "versions": dict,
     "stages": dict,
+    "aihub": dict,
 }
 _STAGE_KEYS: dict[str, Any] = {
     "name": str,

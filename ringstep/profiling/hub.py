@@ -78,7 +78,7 @@ def single_attempt() -> Iterator[None]:
     from qai_hub import public_rest_api as rest
 
     before = rest.retry_call_with_backoff
-    rest.retry_call_with_backoff = lambda call: call()
+    rest.retry_call_with_backoff = lambda func: func()
     try:
         yield
     finally:
