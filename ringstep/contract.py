@@ -237,11 +237,13 @@ def parse(body: Any) -> StepSpec:
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
-    """Turn JSON into `kind` (dataclasses, tuples, dicts, unions, literals, scalars), strictly.
+    """Turn JSON into `kind` (dataclasses, tuples, dicts, unions, literals, scalars, Any), strictly.
 
     Raises RingstepError naming the first bad field, which lies at `where`.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise RingstepError(f"{where or 'step'}: expected an object")
