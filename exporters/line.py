@@ -358,14 +358,14 @@ class Line:
     def drop_old(self, done: dict[str, dict[str, str]], alike: bool) -> set[str]:
         """Forget stages of an earlier export that this one does not have, their files being stale.
 
-        Formats of quantised weights, and for `ringstep quantize` what an export made, stay while all they were made
-        from is as it was. Returns the hashes of everything that holds.
+        Formats of quantised weights, what was sent to phones, and for `ringstep quantize` what an export made, stay
+        while all they were made from is as it was. Returns the hashes of everything that holds.
         """
         adding = self.job.formats is not None
         current = {self.manifest.checkpoint["sha256"], *flat(done).values()}
         for name in [n for n in self.manifest.stages if n not in done and n != "parity"]:
             record = self.manifest.stages[name]
-            wanted = name in FORMATS or (alike and adding)
+            wanted = name in FORMATS or name.startswith("profile-") or (alike and adding)
             if wanted and set(record.inputs.values()) <= current and intact(self.manifest, record):
                 current.update(record.hashes.values())
                 continue

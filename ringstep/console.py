@@ -76,6 +76,38 @@ def progress(description: str, total: float | None = None) -> Iterator[Callable[
             _live = None
 
 
+@contextmanager
+def board() -> Iterator[Callable[[str, str], None]]:
+    """Lines on stderr that change in place; yields a function (name, text) that sets one, "" takes it away.
+
+    Where stderr is no terminal, every new text is a line. Nothing with --quiet.
+    """
+    shown: dict[str, str] = {}
+    tasks: dict[str, Any] = {}
+    with progress("waiting for AI Hub"):
+        live = _live
+
+        def show(name: str, text: str) -> None:
+            if shown.get(name) == text:
+                return
+            shown[name] = text
+            if live is None:
+                if text:
+                    say(f"{name}: {text}")
+                return
+            if name in tasks and not text:
+                live.remove_task(tasks.pop(name))
+            elif name in tasks:
+                live.update(tasks[name], description=_one_line(f"{name}: {text}"))
+            elif text:
+                tasks[name] = live.add_task(_one_line(f"{name}: {text}"), total=None)
+
+        yield show
+        for task in tasks.values():
+            assert live is not None
+            live.remove_task(task)
+
+
 def say(message: str) -> None:
     """Print one line on stderr, above a bar if there is one. Nothing with --quiet."""
     if not settings.quiet:

@@ -76,6 +76,8 @@ class Body:
 
     requests: tuple[dict[str, Any], ...] = ()
     """The options of every `ringstep profile` and `ringstep place`, so that they can be taken up again."""
+    concluded: tuple[str, ...] = ()
+    """Keys of the requests that have come to their end."""
     uploads: dict[str, Upload] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
 
@@ -105,7 +107,18 @@ class Ledger:
     def ask(self, request: dict[str, Any]) -> None:
         """Note what a command was asked for; the latest stands last, each once."""
         self.body.requests = (*(other for other in self.body.requests if other != request), request)
+        self.body.concluded = tuple(key for key in self.body.concluded if key != key_of([request]))
         self.save()
+
+    def conclude(self, request: dict[str, Any]) -> None:
+        """Note that a request has come to its end."""
+        self.body.concluded = tuple(dict.fromkeys([*self.body.concluded, key_of([request])]))
+        self.save()
+
+    @property
+    def open_requests(self) -> list[dict[str, Any]]:
+        """Requests that have not come to their end, oldest first."""
+        return [request for request in self.body.requests if key_of([request]) not in self.body.concluded]
 
     def save(self) -> None:
         """Write the manifest, all or nothing."""

@@ -1,0 +1,130 @@
+"""Carrying a request out: submit, wait, fetch, hold against the reference, store; and what to say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from exporters.aihub.parts import HOME
+from exporters.aihub.plan import Chain, Planned, Request, as_json, next_repeat, plan
+from exporters.aihub.show import lint_of, matching
+from exporters.aihub.verdict import Verdict, compare
+from ringstep import console
+from ringstep.contract import StepSpec, build
+from ringstep.errors import RingstepError
+from ringstep.files import read_text
+from ringstep.manifest import Manifest
+from ringstep.profiling.hub import open_client
+from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, read_outputs
+from ringstep.profiling.ledger import Job, Ledger
+from ringstep.profiling.profile import Place, Profile, Subject, read_profile
+
+MATCHES = 5  # lint findings shown beside a failed job
+
+
+def carry_out(manifest: Manifest, request: Request, again: bool, database: Path) -> list[dict[str, Any]]:
+    """Measure what a request asks for and store it; one plain result a chain. Raises RingstepError.
+
+    `manifest` is that of an opened folder. What was submitted before is taken up, not submitted again; with `again`
+    all of it is measured anew.
+    """
+    spec = StepSpec.load(manifest.folder)
+    ledger = Ledger(manifest)
+    client = open_client()  # before minutes go into compiling
+    if again:
+        request = dataclasses.replace(request, repeat=next_repeat(ledger, request))
+    ledger.ask(as_json(request))
+    planned = plan(manifest, spec, request)
+    hub = Hub(client, ledger, planned.contents)
+    with console.board() as show:
+        drive(hub, [chain.jobs for chain in planned.chains], lambda: tell(ledger, planned.chains, show))
+    found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
+    ledger.conclude(as_json(request))
+    return found
+
+
+def tell(ledger: Ledger, chains: Sequence[Chain], show: Any) -> None:
+    """One line a chain: the job it is at, and where that is."""
+    for chain in chains:
+        begun = [job for planned in chain.jobs if (job := ledger.jobs.get(planned.key)) and job.id]
+        if not begun:
+            show(chain.label, "to be submitted")
+            continue
+        job = begun[-1]
+        of = f"{len(begun)} of {len(chain.jobs)}, " if len(chain.jobs) > 1 else ""
+        show(chain.label, f"{job.kind} job {job.id} ({of}{job.status or job.state})")
+
+
+def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database: Path) -> dict[str, Any]:
+    """Fetch a chain's last job and say what came of it: a profile with its parity, or why there is none."""
+    jobs = [job for planned_job in chain.jobs if (job := hub.ledger.jobs.get(planned_job.key))]
+    job = jobs[-1]
+    folder = results(hub.ledger.manifest.folder, job)
+    result: dict[str, Any] = {"part": chain.part.subject, "device": chain.device.id, "target": chain.target,
+                              "jobs": [{"kind": j.kind, "id": j.id, "state": j.state} for j in jobs]}  # fmt: skip
+    if job.state != "done" or job.kind != "inference":
+        if job.state == "failed" and job.id:
+            fetch_what_there_is(hub, job, folder)
+        return result | {"state": job.state, "reason": job.reason, "profile": None} | why(chain, job, folder)
+    fetch(hub, job, folder)
+    verdict = compare(hub.ledger.manifest.folder, spec, chain.part.n, chain.target.split(":")[1],
+                      planned.samples[chain.part.name], read_outputs(folder))  # fmt: skip
+    try:
+        profile = as_profile(job, folder, verdict)
+    except RingstepError as error:
+        job.results = {"folder": f"{HOME}/jobs/{job.id}", "refused": str(error)}
+        hub.ledger.save()
+        return result | {"state": "refused", "reason": str(error), "log": log_tail(folder), "profile": None,
+                         "parity": dataclasses.asdict(verdict)}  # fmt: skip
+    from ringstep.profiling.store import add, open_store
+
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with open_store(database, write=True) as store:
+        number, _ = add(store, profile)
+    job.results = {"folder": f"{HOME}/jobs/{job.id}", "profile": number, "parity": profile.parity,
+                   "snr_db": profile.snr_db}  # fmt: skip
+    hub.ledger.save()
+    return result | {"state": "done", "profile": profile, "number": number, "parity": dataclasses.asdict(verdict)}
+
+
+def why(chain: Chain, job: Job, folder: Path) -> dict[str, Any]:
+    """What explains a failed job: the end of its log, and what the lint says of the graph that fits."""
+    log = log_tail(folder)
+    text = "\n".join([job.reason, *log])
+    return {"log": log, "findings": [dataclasses.asdict(f) for f in matching(lint_of(chain), text)[:MATCHES]]}
+
+
+def fetch_what_there_is(hub: Hub, job: Job, folder: Path) -> None:
+    """The logs of a failed job; without them its reason must do."""
+    try:
+        fetch(hub, job, folder)
+    except RingstepError as error:
+        console.warn(str(error))
+
+
+def as_profile(job: Job, folder: Path, verdict: Verdict) -> Profile:
+    """The profile of a job that is done. Raises RingstepError for one that is no measurement."""
+    import json
+
+    where = f"job {job.id}"
+    body = json.loads(read_text(folder / PROFILE))
+    about = {name: build(kind, job.about.get(name), f"{where}: {name}")
+             for name, kind in (("subject", Subject), ("place", Place))}  # fmt: skip
+    return Profile(
+        **about, **read_profile(body, where), origin="aihub", job=job.id, created=job.finished,
+        versions=versions(), snr_db=verdict.worst_db, parity="failed" if verdict.failures else "passed",
+    )  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """What a profile depends on besides the model."""
+    from ringstep.manifest import library_versions
+
+    return library_versions("ringstep", "qai-hub", "onnxruntime-qnn")
+
+
+def results(folder: Path, job: Job) -> Path:
+    """Where a job's downloads lie in the artifact."""
+    return folder / HOME / "jobs" / (job.id if job.id.isalnum() else job.key)
