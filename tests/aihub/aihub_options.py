@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Sequence
 
@@ -76,6 +77,7 @@ def graph_name(options: dict[str, str]) -> str:
     return ""
 
 
+@functools.cache
 def hub_devices() -> dict[str, Device]:
     """AI Hub's name to device."""
     return {device.aihub: device for device in load_devices().values() if device.aihub}

@@ -62,9 +62,9 @@ def _compile(work: Work) -> str:
     store, options = work.store, work.options
     source, target = store.models[work.job.models[0]], store.models[work.job.target]
     path = open_model(store, source, graph_name(options))
-    if is_context(path):  # a linked model, put into an ONNX wrapper
+    if source.type == pb.MODEL_TYPE_QNN_CONTEXT_BINARY:  # a linked model, put into an ONNX wrapper
+        target.chip, target.graphs = source.chip, source.graphs
         store_model(store, target, pack(_beside(path), work.scratch / "x.zip", f"{path.stem}.onnx"))
-        target.chip = source.chip
         return "embedded the context in ONNX\n"
     full = options.get("quantize_full_type", "float16")
     if full != "float16" and not work.fast:
@@ -268,5 +268,8 @@ def split_log(error: RingstepError) -> tuple[str, str]:
     """The reason of a failure, and the log that a child process left behind."""
     reason, _, path = str(error).partition("; log: ")
     reason = re.sub(r"^.*?/models/\w+/open/", "", reason)
-    log = Path(path).read_text("utf-8", "replace") if path and Path(path).is_file() else ""
+    if not path or not Path(path).is_file():
+        return reason, ""
+    log = Path(path).read_text("utf-8", "replace")
+    Path(path).unlink()
     return reason, log

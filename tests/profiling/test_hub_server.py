@@ -234,6 +234,18 @@ def test_a_directory_with_a_wrapper_and_its_binary_is_a_model(fast: HubServer, t
     assert record.directory and [spec[0] for spec in record.inputs] == ["x"]
 
 
+def test_a_linked_model_goes_into_a_wrapper(fast: HubServer, tmp_path: Path) -> None:
+    api = client(fast)
+    compiled, linked, embedded = api.submit_compile_and_link_jobs(
+        str(matmul(tmp_path / "a.onnx")), S25, embed_in_onnx=True
+    )
+    assert [job.job_type for job in (*compiled, linked, embedded)] == ["compile", "link", "compile"]
+    job = run(fast, embedded.get_target_model())
+    assert snr_db(x() @ weights(), job.download_output_data()["y"][0]) > 100
+    own = api.upload_model(str(Path(embedded.download_target_model(str(tmp_path / "own.onnx.zip")))))
+    assert own.model_type is SourceModelType.ONNX and fast.models[own.model_id].directory
+
+
 def test_devices_are_found_by_name_system_and_attributes(fast: HubServer) -> None:
     api = client(fast)
     names = {device.name for device in api.get_devices()}
