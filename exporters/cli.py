@@ -17,6 +17,7 @@ from exporters.reference_command import reference
 from exporters.report_command import report
 from exporters.show import finish, show_manifest
 from ringstep import __version__, completion, console
+from ringstep.devices_command import devices
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common, engine_option
 from ringstep.qairt_command import fetch_qairt
@@ -195,24 +196,8 @@ cli.add_command(schemes)
 cli.add_command(sanitize)
 cli.add_command(lint)
 cli.add_command(ops)
+cli.add_command(devices)
 cli.add_command(fetch_qairt)
-
-
-@cli.command()
-@as_json
-@common
-def devices(json_: bool) -> int:
-    """List phones and chips."""
-    from ringstep.devices import load_devices
-
-    found = list(load_devices().values())
-    if json_:
-        console.print_json(found)
-    else:
-        rows = [(d.id, d.chip.name, d.chip.htp_arch, "yes" if d.chip.fp16 else "no",
-                 "yes" if d.chip.weight_sharing else "no", d.chip.marketing) for d in found]  # fmt: skip
-        console.table("", ["device", "chip", "HTP", "fp16", "shares weights", "sold as"], rows)
-    return 0
 
 
 @cli.command()

@@ -59,6 +59,10 @@ class Device:
     chip: Chip
     aihub: str = ""
     """Exact name in Qualcomm AI Hub; empty where AI Hub does not offer it."""
+    attributes: tuple[str, ...] = ()
+    """AI Hub's attributes of the device that say what runs on it, such as hexagon:v79."""
+    memory_gb: int = 0
+    """RAM in GB, the least of a family's; 0 where no single figure is published."""
 
 
 def load_devices(path: Path = _TOML) -> dict[str, Device]:
@@ -128,7 +132,15 @@ def _build(kind: type[_T], given: dict[str, Any], keys: dict[str, Any], where: s
         if name not in keys:
             if field.default is dataclasses.MISSING:
                 raise RingstepError(f"{where}: {name} is missing")
+        elif types[name] == tuple[str, ...]:
+            keys[name] = _strings(keys[name], f"{where}: {name}")
         elif type(keys[name]) is not types[name]:  # bool is an int to isinstance
             got = type(keys[name]).__name__
             raise RingstepError(f"{where}: {name} must be {types[name].__name__}, got {got}")
     return kind(**given, **keys)
+
+
+def _strings(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise RingstepError(f"{where} must be a list of strings")
+    return tuple(value)

@@ -15,8 +15,8 @@ from sanitize.tensors import nbytes, place
 # HTP computes floats in half precision and 64-bit integers in 32 bits.
 NARROWED = {ir.DataType.FLOAT: 16, ir.DataType.DOUBLE: 16, ir.DataType.INT64: 32, ir.DataType.UINT64: 32}
 
-# What the compiler's own estimate adds to the weights: 3456 MiB fit in 3758, 3648 do not.
-OVERHEAD = 1.05
+# What the compiler's own estimate adds to the weights: it put 2240 MiB at 2347229 KB, 1.023 times that.
+OVERHEAD = 1.025
 
 
 def compiled_bytes(dtype: ir.DataType, size: int) -> int:

@@ -235,7 +235,7 @@ def parsed(capsys: pytest.CaptureFixture[str], *args: Any, code: int = 0) -> Any
 
 def test_json_of_lists(capsys: pytest.CaptureFixture[str]) -> None:
     devices = parsed(capsys, "devices")
-    assert {"id", "name", "chip", "aihub"} == devices[0].keys()
+    assert {"id", "name", "chip", "aihub", "attributes", "memory_gb"} == devices[0].keys()
     (s25,) = [d for d in devices if d["id"] == "galaxy-s25"]
     assert (s25["chip"]["name"], s25["chip"]["soc_model"], s25["chip"]["fp16"]) == ("sm8750", 69, True)
     recipes = parsed(capsys, "recipes")
