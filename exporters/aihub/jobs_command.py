@@ -45,8 +45,9 @@ def list_(artifact: Path | None, json_: bool) -> int:
     if json_:
         console.print_json([{"artifact": str(folder), **dataclasses.asdict(job)} for folder, job in found])
         return 0
-    rows = [(job.id or "-", job.kind, job.about.get("subject", {}).get("part", ""), job.device, state_of(job),
-             job.started[:16].replace("T", " ")) for _, job in found]  # fmt: skip
+    rows = [(job.id or "-", job.kind, job.about.get("subject", {}).get("part", ""),
+             job.about.get("place", {}).get("device", job.device), state_of(job),
+             job.started[5:16].replace("T", " ")) for _, job in found]  # fmt: skip
     console.table("", ["job", "kind", "part", "device", "state", "begun (UTC)"], rows)
     for folder in waiting:
         console.say(f"{folder}: not at its end; `ringstep jobs resume {folder}` goes on")
@@ -164,4 +165,4 @@ def state_of(job: Job) -> str:
     """A job's state in a word or two, with the service's own where it goes on."""
     if job.state == "submitted" and job.status:
         return job.status
-    return f"{job.state}, parity {job.results['parity']}" if "parity" in job.results else job.state
+    return f"parity {job.results['parity']}" if "parity" in job.results else job.state

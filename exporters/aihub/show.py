@@ -134,8 +134,10 @@ def print_sending(planned: Planned, entries: list[dict[str, Any]]) -> None:
             console.line(f"    {f.severity} {f.rule}: {f.node}: {f.what}")
         if len(found) > LINT_SHOWN:
             console.line(f"    and {len(found) - LINT_SHOWN} more; see ringstep lint {chain.source}")
-    rows = [(e["what"], e["name"], console.human_bytes(e["bytes"]) if "bytes" in e else e["options"],
-             "there" if e["sent"] else "to send") for e in entries]  # fmt: skip
+    model = planned.chains[0].jobs[0].about["subject"]["model"]
+    size = lambda e: console.human_bytes(e["bytes"]) if "bytes" in e else e["options"]
+    rows = [(e["what"], e["name"].removeprefix(model).strip(), size(e), "there" if e["sent"] else "to send")
+            for e in entries]  # fmt: skip
     print()
     console.table("", ["what", "name", "size or options", ""], rows)
     left = sum(e["bytes"] for e in entries if "bytes" in e and not e["sent"])

@@ -8,6 +8,7 @@ made again where it is not there.
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ringstep.profiling.hub import Gone, Unreachable, redacted, single_attempt, 
 from ringstep.profiling.ledger import TAG, Job, Ledger, Upload, is_past, now
 
 PATIENCE_SECONDS = 1800.0  # how long a service that does not answer is asked again
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between such tries
 FIRST_POLL, LONGEST_POLL = 0.5, 10.0  # seconds; the client itself polls every 10
 PAGE, PAGES = 50, 20  # how far back a name is looked for, newest first
 MAX_UPLOAD = 10_000_000_000  # bytes; the service refuses more
@@ -58,7 +60,7 @@ class Hub:
 
 def patiently(what: str, call: Callable[[], _T]) -> _T:
     """Call the client, again for half an hour while the service does not answer. Raises RingstepError."""
-    pause, deadline = 1.0, time.monotonic() + PATIENCE_SECONDS
+    pause, deadline = FIRST_PAUSE, time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             with translated(what):
@@ -68,7 +70,7 @@ def patiently(what: str, call: Callable[[], _T]) -> _T:
                 raise RingstepError(f"{error}; nothing is lost, the same command goes on from here") from None
             console.say(f"{error}; trying again in {console.human_seconds(pause)}")
         time.sleep(pause)
-        pause = min(2 * pause, 60.0)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def advance(hub: Hub, chain: Sequence[Job]) -> Job | None:
@@ -206,12 +208,18 @@ def upload(hub: Hub, sha: str) -> None:
             return hub.client.upload_model(str(content.path), name=record.name).model_id, ""
         samples = {name: list(arrays) for name, arrays in content.samples.items()}
         made = hub.client.upload_dataset(samples, name=record.name)
-        return made.dataset_id, made.expiration_time.isoformat() if made.expiration_time else ""
+        return made.dataset_id, expiry(made)
 
     with console.progress(f"uploading {content.label}, {console.human_bytes(content.bytes)}"):
         record.id, record.expires = patiently(f"uploading {content.label}", call)
     hub.checked.add(sha)
     hub.ledger.save()
+
+
+def expiry(dataset: Any) -> str:
+    """When a dataset of the client expires, in UTC; the client tells it in local time without saying so."""
+    moment = dataset.expiration_time
+    return moment.astimezone(datetime.UTC).isoformat(timespec="seconds") if moment else ""
 
 
 def uploaded(hub: Hub, record: Upload) -> tuple[str, str] | None:
@@ -226,8 +234,7 @@ def uploaded(hub: Hub, record: Upload) -> tuple[str, str] | None:
             if entry.name == record.name and entry.file_upload_complete:
                 if record.kind == "model":
                     return entry.model_id, ""
-                expires = hub.client.get_dataset(entry.dataset_id).expiration_time
-                return entry.dataset_id, expires.isoformat() if expires else ""
+                return entry.dataset_id, expiry(hub.client.get_dataset(entry.dataset_id))
         if len(entries) < PAGE:
             break
     return None
