@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from exporters import completion as offered
+from exporters.aihub.command import place, profile
+from exporters.aihub.jobs_command import jobs
 from exporters.bisect_command import bisect
 from exporters.options import calibration_options, size_options
 from exporters.parity_command import parity
@@ -20,6 +22,7 @@ from ringstep import __version__, completion, console
 from ringstep.devices_command import devices
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.options import as_json, common, engine_option
+from ringstep.profiling.command import profiles
 from ringstep.qairt_command import fetch_qairt
 from sanitize.command import sanitize
 from sanitize.lint_command import lint
@@ -190,6 +193,9 @@ def inspect(artifact: Path, json_: bool) -> int:
 cli.add_command(parity)
 cli.add_command(reference)
 cli.add_command(report)
+cli.add_command(profile)
+cli.add_command(place)
+cli.add_command(jobs)
 cli.add_command(bisect)
 cli.add_command(quantize)
 cli.add_command(schemes)
@@ -198,6 +204,7 @@ cli.add_command(lint)
 cli.add_command(ops)
 cli.add_command(devices)
 cli.add_command(fetch_qairt)
+cli.add_command(profiles)
 
 
 @cli.command()

@@ -6,7 +6,6 @@ measured and wrote down, without iterations; "synthetic" a made one, of a test. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -189,10 +188,10 @@ def _mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _number(value: Any, where: str, longest: float = LONGEST_US) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise RingstepError(f"{where}: {shown(value)} is no number")
     if not 0 <= value <= longest:
-        raise RingstepError(f"{where}: {value:g} is out of range")
+        raise RingstepError(f"{where}: {shown(value)} is out of range")
     return float(value)
 
 
