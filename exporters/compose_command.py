@@ -106,7 +106,7 @@ def matching(found: Sequence[Profile], device: str, precision: str, layout: str 
     wanted = {"ring": ("ring", "append", ""), None: None}.get(layout, (layout, ""))
     if wanted is not None:
         own = [p for p in own if p.subject.layout in wanted]
-    for part in {p.subject.part for p in own}:
+    for part in dict.fromkeys(p.subject.part for p in own):
         layouts = sorted({p.subject.layout for p in own if p.subject.part == part})
         if len(layouts) > 1:
             raise RingstepError(f"{part} was measured in layouts {', '.join(layouts)}: choose one with --layout")
