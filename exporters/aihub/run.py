@@ -16,7 +16,7 @@ from ringstep.contract import StepSpec, build
 from ringstep.errors import RingstepError
 from ringstep.files import read_text
 from ringstep.manifest import Manifest
-from ringstep.profiling.hub import open_client
+from ringstep.profiling.hub import open_client, scratch
 from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, read_outputs
 from ringstep.profiling.ledger import Job, Ledger
 from ringstep.profiling.profile import Place, Profile, Subject, read_profile
@@ -38,9 +38,10 @@ def carry_out(manifest: Manifest, request: Request, again: bool, database: Path)
     ledger.ask(as_json(request))
     planned = plan(manifest, spec, request)
     hub = Hub(client, ledger, planned.contents)
-    with console.board() as show:
-        drive(hub, [chain.jobs for chain in planned.chains], lambda: tell(ledger, planned.chains, show))
-    found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
+    with scratch(manifest.folder):
+        with console.board() as show:
+            drive(hub, [chain.jobs for chain in planned.chains], lambda: tell(ledger, planned.chains, show))
+        found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
     ledger.conclude(as_json(request))
     return found
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ringstep.child import one_line
@@ -67,6 +71,23 @@ def translated(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise _translate(what, error) from None
+
+
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[None]:
+    """Within, temporary files of this process lie in `folder`, and all are gone afterwards.
+
+    The client leaves some behind: the whole archive of every folder that it uploaded, for one.
+    """
+    before = tempfile.tempdir
+    home = folder / f".aihub.tmp-{os.getpid()}"  # a form of name that opening the folder cleans up after a killed run
+    home.mkdir()
+    tempfile.tempdir = str(home)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        shutil.rmtree(home, ignore_errors=True)
 
 
 @contextlib.contextmanager

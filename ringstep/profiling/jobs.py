@@ -284,7 +284,8 @@ def fetch(hub: Hub, job: Job, folder: Path) -> None:
             with (home / OUTPUTS).open("wb") as stream:
                 np.savez(stream, **arrays)
         try:
-            patiently(f"the logs of job {job.id}", lambda: handle.download_job_logs(str(home / "logs")))
+            with translated("its log"):  # not again and again: the client has tried seven times by then
+                handle.download_job_logs(str(home / "logs"))
         except RingstepError as error:  # a result without its log is still a result
             shutil.rmtree(home / "logs", ignore_errors=True)
             console.warn(f"job {job.id}: no log: {error}")

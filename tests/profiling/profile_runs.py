@@ -22,6 +22,7 @@ LAYERS = "sliding,full,head"
 
 def run(*args: object) -> int:
     """The command line in this process; its exit code."""
+    console.settings.quiet = console.settings.verbose = False  # flags of the run before
     return console.run(cli, [str(arg) for arg in args])
 
 

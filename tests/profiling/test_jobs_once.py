@@ -178,11 +178,14 @@ def test_killed_at_twenty_moments_nothing_is_lost_or_sent_twice(
 ) -> None:
     with desk(artifact, tmp_path / "whole", monkeypatch, work="fast") as work:
         work.profile()
-        total = len(work.server.log)
+        log = work.server.log
+    submissions = [at for at, (method, path, _) in enumerate(log, 1) if (method, path) == ("POST", "/api/v1/jobs/")]
     dice, kills, orphans = random.Random(7), 0, 0
     for trial in range(20):
         with desk(artifact, tmp_path / str(trial), monkeypatch, work="fast") as work:
-            kills += killed_at(work, dice.randrange(1, total), dice.choice([0, 0.001, 0.004, 0.01]))
+            # Half of them in the moment when the service has just taken a job.
+            at = dice.choice(submissions) if trial % 2 else dice.randrange(1, len(log))
+            kills += killed_at(work, at, 0 if trial % 2 else dice.choice([0, 0.001, 0.004, 0.01]))
             unknown = {job.id for job in work.server.jobs.values()} - {j["id"] for j in work.noted["jobs"].values()}
             orphans += len(unknown)
             assert work.profile() == FAILED_PARITY
@@ -190,7 +193,17 @@ def test_killed_at_twenty_moments_nothing_is_lost_or_sent_twice(
             listed = work.noted["jobs"].values()
             assert all(job["state"] == "done" and job["results"]["parity"] for job in listed)
     assert kills >= 15, "too few of the processes were still alive"
-    print(f"{kills} kills, {orphans} jobs that only the service knew")
+    assert orphans, "no process died between the service's yes and its own note of it"
+
+
+def test_the_client_leaves_nothing_in_the_temporary_folder(fast: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    home = fast.db.parent / "tmp"
+    home.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(home))
+    fast.profile()
+    assert not list(home.iterdir()) and not list(fast.artifact.glob(".aihub*"))
 
 
 def test_a_cut_off_answer_is_looked_for_beyond_the_first_page(fast: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
