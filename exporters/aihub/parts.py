@@ -116,7 +116,7 @@ def sources(manifest: Manifest, parts: Sequence[Part]) -> dict[str, Path]:
 
         for part in parts:
             model = extract(load_model(folder / "onnx" / graph_file(part.n)), part.io.inputs, part.io.outputs)
-            model.graph.name = part.name.replace(".", "_")
+            model.graph.name = graph_name(part)
             place = home / source_file(part)
             place.parent.mkdir(parents=True)
             ir.save(model, place, external_data=f"{part.name}.data")
@@ -218,6 +218,11 @@ def stage(
     listed = [dataclasses.asdict(part) for part in parts]
     return run_stage(manifest, name, inputs=inputs, options={"parts": listed, **(options or {})},
                      versions=versions(*code, libraries=("onnx-ir", "onnxruntime")), build=build)  # fmt: skip
+
+
+def graph_name(part: Part) -> str:
+    """What its graph is called in a context binary, and its file there."""
+    return part.name.replace(".", "_")
 
 
 def source_file(part: Part) -> str:

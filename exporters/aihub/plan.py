@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from exporters.aihub.parts import HOME, Part, layer_parts, samples, sources, stage, whole_parts
+from exporters.aihub.parts import HOME, Part, graph_name, layer_parts, samples, sources, stage, whole_parts
 from ringstep import console, qnn
 from ringstep.contract import StepSpec
 from ringstep.devices import Device, find_device
@@ -81,12 +81,20 @@ def plan(manifest: Manifest, spec: StepSpec, request: Request) -> Planned:
     written = all(own_source(manifest, part).is_file() for part in parts)
     cut = sources(manifest, parts) if from_source or not written else {}
     planned = Planned([], {}, found)
+    files = {part.name: cut.get(part.name) or own_source(manifest, part) for part in parts}
     for device in devices:
         for part in parts:
             for target in request.targets:
-                source = cut.get(part.name) or own_source(manifest, part)
-                planned.chains.append(chain_of(manifest, spec, request, planned, part, device, target, source))
+                planned.chains.append(chain_of(manifest, spec, request, planned, part, parts, device, target, files))
     return planned
+
+
+def linked(part: Part, parts: Sequence[Part], device: Device) -> list[Part]:
+    """The parts that share one context binary with this one, so that the phone holds their weights once: decode and
+    prefill of the same layers, where the chip can."""
+    if not part.whole or not device.chip.weight_sharing:
+        return [part]
+    return [other for other in parts if other.name.partition(".")[2] == part.name.partition(".")[2]]
 
 
 def measured_device(name: str) -> Device:
@@ -103,11 +111,12 @@ def own_source(manifest: Manifest, part: Part) -> Path:
 
 
 def chain_of(
-    manifest: Manifest, spec: StepSpec, request: Request, planned: Planned, part: Part, device: Device, target: str,
-    source: Path,
+    manifest: Manifest, spec: StepSpec, request: Request, planned: Planned, part: Part, parts: Sequence[Part],
+    device: Device, target: str, files: dict[str, Path],
 ) -> Chain:  # fmt: skip
     """The jobs for one part on one device; what they upload goes into `planned.contents`."""
     runtime, unit = target.split(":")
+    source = files[part.name]
     floats = not spec.scheme
     jobs: list[Job] = []
     precision = spec.scheme or {"float16": "fp16", "float32": "fp32"}[spec.dtype]
@@ -118,31 +127,37 @@ def chain_of(
     about = {"subject": dataclasses.asdict(subject), "part": part.name,
              "place": dataclasses.asdict(Place(device.id, device.chip.name, runtime, unit))}  # fmt: skip
 
-    def add(kind: Literal["compile", "link", "inference"], options: str, model: str, dataset: str = "") -> str:
-        key = key_of([kind, options, model, dataset, device.aihub, request.repeat])
+    def add(kind: Literal["compile", "link", "inference"], options: str, models: Sequence[str],
+            dataset: str = "") -> str:  # fmt: skip
+        key = key_of([kind, options, models, dataset, device.aihub, request.repeat])
         name = f"{label} {kind} {key[:TAG]}"
-        jobs.append(Job(key, kind, name, device.aihub, options, model, now(), dataset, dict(about)))
+        jobs.append(Job(key, kind, name, device.aihub, options, tuple(models), now(), dataset, dict(about)))
         return key
 
+    graph = ""
     if target == NPU and request.compile == "here":
         home, taken = binary(manifest, part, device, source, spec)
         model = add_model(planned, f"{label} binary", home)
+    elif target == NPU:
+        taken = source
+        half = " --qnn_options default_graph_htp_precision=FLOAT16" if floats else ""
+        group = linked(part, parts, device)
+        uploads = [add_model(planned, f"{label} {own.name} onnx", files[own.name].parent) for own in group]
+        made = [add("compile", f"--target_runtime qnn_dlc{half}", [upload]) for upload in uploads]
+        model = add("link", "", made)
+        graph = f" --qnn_options context_enable_graphs={graph_name(part)}" if len(group) > 1 else ""
     else:
-        home, taken = source.parent, source
-        model = add_model(planned, f"{label} onnx", home)
-        half = " --qnn_options default_graph_htp_precision=FLOAT16" if runtime == "qnn" and floats else ""
-        form = "qnn_dlc" if runtime == "qnn" else runtime
-        model = add("compile", f"--target_runtime {form}{half}", model)
-        if runtime == "qnn":
-            model = add("link", "", model)
+        taken = source
+        upload = add_model(planned, f"{label} onnx", source.parent)
+        model = add("compile", f"--target_runtime {runtime}", [upload])
     fed = inputs_of(taken)
     pairs = planned.samples[part.name]
     if lacking := [name for name in fed if name not in pairs[0][0]]:
         raise RingstepError(f"{taken}: takes {lacking[0]}, which the step has no value for; export again")
     dataset = add_dataset(planned, f"{label} inputs", {name: [pair[0][name] for pair in pairs] for name in fed})
     # The service divides what it is told by the number of samples.
-    options = f"--compute_unit {unit} --max_profiler_iterations {request.iterations * len(pairs)}"
-    add("inference", options, model, dataset)
+    options = f"--compute_unit {unit} --max_profiler_iterations {request.iterations * len(pairs)}{graph}"
+    add("inference", options, [model], dataset)
     return Chain(part, device, target, jobs, source)
 
 
@@ -151,7 +166,7 @@ def binary(manifest: Manifest, part: Part, device: Device, source: Path, spec: S
 
     The export's own where it is for this chip. Raises RingstepError, also where there is no compiler here.
     """
-    chip, plain = device.chip, part.name.replace(".", "_")
+    chip, plain = device.chip, graph_name(part)
     place = f"{HOME}/{chip.name}/{plain}.onnx"
     own = [manifest.folder / f"qnn/{plain}_ctx{end}" for end in (".onnx", "_qnn.bin")]
     exported = part.whole and spec.target.get("chip") == chip.name and all(path.is_file() for path in own)

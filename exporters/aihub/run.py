@@ -79,11 +79,13 @@ def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database:
         hub.ledger.save()
         return result | {"state": "refused", "reason": str(error), "log": log_tail(folder), "profile": None,
                          "parity": dataclasses.asdict(verdict)}  # fmt: skip
-    from ringstep.profiling.store import add, open_store
+    from ringstep.profiling.store import add, open_store, set_parity
 
     database.parent.mkdir(parents=True, exist_ok=True)
     with open_store(database, write=True) as store:
-        number, _ = add(store, profile)
+        number, new = add(store, profile)
+        if not new and profile.snr_db is not None and profile.parity != "unchecked":
+            set_parity(store, number, profile.snr_db, profile.parity)
     job.results = {"folder": f"{HOME}/jobs/{job.id}", "profile": number, "parity": profile.parity,
                    "snr_db": profile.snr_db}  # fmt: skip
     hub.ledger.save()

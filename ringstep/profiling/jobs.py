@@ -136,14 +136,14 @@ def send(hub: Hub, job: Job) -> Any:
     import qai_hub
 
     device = qai_hub.Device(job.device)
-    made_by = hub.ledger.jobs.get(job.model)
-    model = hub.client.get_model(made_by.target if made_by else hub.ledger.uploads[job.model].id)
+    jobs, uploads = hub.ledger.jobs, hub.ledger.uploads
+    models = [hub.client.get_model(jobs[own].target if own in jobs else uploads[own].id) for own in job.models]
     if job.kind == "compile":
-        return hub.client.submit_compile_job(model, device, name=job.name, options=job.options, retry=False)
+        return hub.client.submit_compile_job(models[0], device, name=job.name, options=job.options, retry=False)
     if job.kind == "link":
-        return hub.client.submit_link_job([model], device, name=job.name, options=job.options)
-    inputs = hub.client.get_dataset(hub.ledger.uploads[job.dataset].id)
-    return hub.client.submit_inference_job(model, device, inputs=inputs, name=job.name, options=job.options,
+        return hub.client.submit_link_job(models, device, name=job.name, options=job.options)
+    inputs = hub.client.get_dataset(uploads[job.dataset].id)
+    return hub.client.submit_inference_job(models[0], device, inputs=inputs, name=job.name, options=job.options,
                                            retry=False, profile=True)  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def submitted(hub: Hub, job: Job) -> str:
 
 def needs_upload(hub: Hub, job: Job) -> None:
     """Upload what a job takes and the service does not have. Raises RingstepError."""
-    for sha in (job.model, job.dataset):
+    for sha in (*job.models, job.dataset):
         if sha and sha not in hub.ledger.jobs and not is_there(hub, sha):
             upload(hub, sha)
 

@@ -40,7 +40,7 @@ class Upload:
 
 @dataclass
 class Job:
-    """A job. `model` is the hash of an upload or the key of the job that makes it, `dataset` the hash of an upload."""
+    """A job. `models` are hashes of uploads or keys of the jobs that make them, `dataset` is the hash of an upload."""
 
     key: str
     kind: Literal["compile", "link", "inference"]
@@ -48,7 +48,7 @@ class Job:
     device: str
     """AI Hub's name of the device."""
     options: str
-    model: str
+    models: tuple[str, ...]
     started: str
     dataset: str = ""
     about: dict[str, Any] = field(default_factory=dict)

@@ -85,6 +85,18 @@ def test_the_service_compiles_links_and_runs_the_source(real: Desk, capsys: pyte
     assert "--target_runtime qnn_dlc" in next(iter(real.server.jobs.values())).options
 
 
+def test_decode_and_prefill_are_linked_and_picked_by_name(real: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--device", "galaxy-s25", "--compile", "hub", "--db", real.db, "--json")
+    assert run("-q", "profile", real.artifact, *asked) == 0
+    step, prefill = json.loads(capsys.readouterr().out)
+    kinds = lambda result: [job["kind"] for job in result["jobs"]]
+    assert kinds(step) == kinds(prefill) == ["compile", "compile", "link", "inference"]
+    assert [job["id"] for job in step["jobs"][:3]] == [job["id"] for job in prefill["jobs"][:3]], "made once, for both"
+    assert len(real.server.jobs) == 5
+    ran = [job.options for job in real.server.jobs.values() if job.kind == "inference"]
+    assert "context_enable_graphs=decode" in ran[0] and "context_enable_graphs=prefill_4" in ran[1]
+
+
 def test_another_phone_gets_a_binary_of_its_own(real: Desk) -> None:
     assert run("-q", "profile", real.artifact, "--device", "galaxy-s25", "--device", "galaxy-s23", "--layers", "head",
                "--db", real.db) == 0  # fmt: skip
