@@ -236,13 +236,12 @@ def add_dataset(planned: Planned, label: str, arrays: dict[str, list[np.ndarray]
 
 
 def next_repeat(ledger: Ledger, request: Request) -> int:
-    """The number of the next measurement of the same; the last one's while that is not over."""
-    alike = [other["repeat"] for other in ledger.body.requests
-             if {**other, "repeat": 0} == {**as_json(request), "repeat": 0}]  # fmt: skip
-    if not alike:
-        return 0
-    last = max(alike)
-    return last if as_json(dataclasses.replace(request, repeat=last)) in ledger.open_requests else last + 1
+    """The number of a new measurement: one that no job of the artifact has, or that of the same request left open."""
+    repeats = [other["repeat"] for other in ledger.body.requests if type(other.get("repeat")) is int]
+    for other in ledger.open_requests:
+        if {**other, "repeat": 0} == {**as_json(request), "repeat": 0} and other["repeat"]:
+            return int(other["repeat"])
+    return max(repeats, default=-1) + 1
 
 
 def as_json(request: Request) -> dict[str, Any]:

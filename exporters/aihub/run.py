@@ -16,10 +16,10 @@ from ringstep.contract import StepSpec, build
 from ringstep.errors import RingstepError
 from ringstep.files import read_text
 from ringstep.manifest import Manifest
-from ringstep.profiling.hub import open_client, scratch
+from ringstep.profiling.hub import open_client, origin, scratch
 from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, read_outputs
 from ringstep.profiling.ledger import Job, Ledger
-from ringstep.profiling.profile import Place, Profile, Subject, read_profile
+from ringstep.profiling.profile import Origin, Place, Profile, Subject, read_profile
 
 MATCHES = 5  # lint findings shown beside a failed job
 
@@ -73,7 +73,7 @@ def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database:
     verdict = compare(hub.ledger.manifest.folder, spec, chain.part.n, chain.target.split(":")[1],
                       planned.samples[chain.part.name], read_outputs(folder))  # fmt: skip
     try:
-        profile = as_profile(job, folder, verdict)
+        profile = as_profile(job, folder, verdict, origin(hub.client))
     except RingstepError as error:
         job.results = {"folder": f"{HOME}/jobs/{job.id}", "refused": str(error)}
         hub.ledger.save()
@@ -107,7 +107,7 @@ def fetch_what_there_is(hub: Hub, job: Job, folder: Path) -> None:
         console.warn(str(error))
 
 
-def as_profile(job: Job, folder: Path, verdict: Verdict) -> Profile:
+def as_profile(job: Job, folder: Path, verdict: Verdict, made: Origin) -> Profile:
     """The profile of a job that is done. Raises RingstepError for one that is no measurement."""
     import json
 
@@ -116,7 +116,7 @@ def as_profile(job: Job, folder: Path, verdict: Verdict) -> Profile:
     about = {name: build(kind, job.about.get(name), f"{where}: {name}")
              for name, kind in (("subject", Subject), ("place", Place))}  # fmt: skip
     return Profile(
-        **about, **read_profile(body, where), origin="aihub", job=job.id, created=job.finished,
+        **about, **read_profile(body, where), origin=made, job=job.id, created=job.finished,
         versions=versions(), snr_db=verdict.worst_db, parity="failed" if verdict.failures else "passed",
     )  # fmt: skip
 

@@ -32,9 +32,24 @@ def print_results(results: list[dict[str, Any]]) -> None:
         verdict = "" if profile.parity == "passed" else profile.parity.upper()
         rows.append((r["part"], r["device"], r["target"], ms(profile.median_us), ms(profile.min_us),
                      ms(profile.p95_us), len(profile.times_us), f"{db} {verdict}"))  # fmt: skip
-    console.table("", ["part", "device", "on", "median ms", "min", "p95", "runs", "SNR dB"], rows)
+    console.table(made_up(results), ["part", "device", "on", "median ms", "min", "p95", "runs", "SNR dB"], rows)
     for r in results:
         print_trouble(r)
+    good = [r["profile"] for r in results if r["profile"] and r["profile"].place.unit == "npu"]
+    for subject in dict.fromkeys((p.subject.model, p.place.device, p.subject.precision) for p in good if not whole(p)):
+        model, device, precision = subject
+        console.say(f"their sum: ringstep profiles compose {model} --device {device} --precision {precision}")
+
+
+def made_up(results: list[dict[str, Any]]) -> str:
+    """What stands above figures that no phone has made; "" where all are a phone's."""
+    origins = {r["profile"].origin for r in results if r["profile"]}
+    return "SYNTHETIC: made up by a service on this machine, no phone ran" if "synthetic" in origins else ""
+
+
+def whole(profile: Profile) -> bool:
+    """Whether it is of a step, not of one layer of it."""
+    return profile.subject.part.startswith(("step", "prefill"))
 
 
 def print_trouble(r: dict[str, Any]) -> None:
@@ -152,7 +167,8 @@ def print_placement(results: list[dict[str, Any]]) -> None:
     for part, device in dict.fromkeys((r["part"], r["device"]) for r in results):
         own = {r["target"]: r for r in results if (r["part"], r["device"]) == (part, device)}
         rows.append((part, device, *(cell(own[place]) for place in places)))
-    console.table("median ms of all runs (dB against the reference)", ["part", "device", *places], rows)
+    title = "; ".join(filter(None, (made_up(results), "median ms (dB against the reference)")))
+    console.table(title, ["part", "device", *places], rows)
     for r in results:
         print_trouble(r)
 

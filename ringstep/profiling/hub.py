@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ringstep.child import one_line
 from ringstep.errors import RingstepError
@@ -56,6 +56,14 @@ def open_client() -> Any:
             _secrets.add(config.api_token)
         config.verbose = False
         return qai_hub.Client(config=config)
+
+
+def origin(client: Any) -> Literal["aihub", "synthetic"]:
+    """Where figures of this client's service come from: one on this machine has no phones, it is a stand-in."""
+    from urllib.parse import urlsplit
+
+    host = urlsplit(client.config.api_url).hostname or ""
+    return "synthetic" if host in ("localhost", "::1") or host.startswith("127.") else "aihub"
 
 
 @contextlib.contextmanager

@@ -58,6 +58,18 @@ def test_the_same_command_sends_nothing_a_second_time(fast: Desk) -> None:
     assert len(fast.server.models) == 3 and len(fast.server.datasets) - 6 == 3  # 6 of those are outputs
 
 
+def test_again_is_new_whatever_was_asked_before(fast: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast.profile(layers="sliding,head")
+    fast.profile("--again", layers="head")
+    assert len(fast.server.jobs) == 3
+    poll = jobs.poll
+    monkeypatch.setattr(jobs, "poll", lambda hub, job: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert fast.profile("--again", layers="head") == 2
+    monkeypatch.setattr(jobs, "poll", poll)
+    fast.profile("--again", layers="head")  # goes on with what was interrupted
+    assert len(fast.server.jobs) == 4 and fast.once()
+
+
 FAULTS = {
     "an answer to a submission is lost": [("drop_answer", "POST /api/v1/jobs/", 1, {})],
     "all answers to submissions are lost at first": [("drop_answer", "POST /api/v1/jobs/", 3, {})],

@@ -52,7 +52,7 @@ def test_layers_run_on_the_npu_and_say_the_same(real: Desk, capsys: pytest.Captu
         assert r["profile"]["parity"] == "passed" and 50 < r["profile"]["snr_db"] < 90, "fp16, and really computed"
         assert r["profile"]["min_us"] <= r["profile"]["median_us"] <= r["profile"]["p95_us"]
         assert profile.subject.precision == "fp16" and profile.place.chip == "sm8750" and len(profile.times_us) == 20
-        assert profile.job in real.server.jobs and profile.origin == "aihub"
+        assert profile.job in real.server.jobs and profile.origin == "synthetic"
 
 
 def test_what_the_stand_in_computed_is_what_the_simulator_computes(real: Desk) -> None:
@@ -112,6 +112,16 @@ def test_place_compares_units(real: Desk, capsys: pytest.CaptureFixture[str]) ->
     assert [(p.place.runtime, p.place.unit) for p in stored(real)] == [
         ("qnn", "npu"), ("tflite", "gpu"), ("tflite", "cpu"), ("onnx", "cpu")]  # fmt: skip
     assert all(p.parity == "passed" for p in stored(real))
+
+
+def test_only_a_service_elsewhere_has_phones() -> None:
+    from types import SimpleNamespace
+
+    from ringstep.profiling.hub import origin
+
+    made = {url: origin(SimpleNamespace(config=SimpleNamespace(api_url=url)))
+            for url in ("https://workbench.aihub.qualcomm.com", "http://127.0.0.1:8000", "http://localhost", "http://[::1]:9")}
+    assert list(made.values()) == ["aihub", "synthetic", "synthetic", "synthetic"]
 
 
 def test_wrong_numbers_are_a_latency_without_parity(real: Desk, capsys: pytest.CaptureFixture[str]) -> None:
