@@ -64,8 +64,10 @@ def resume(artifact: Path, db: Path, json_: bool) -> int:
     """Go on with all that was begun for ARTIFACT and has not come to its end; nothing is submitted twice."""
     from exporters.aihub.parts import opened
     from exporters.aihub.plan import read_request
-    from exporters.aihub.run import carry_out
+    from exporters.aihub.run import carry_out, take_leave
+    from exporters.aihub.run import results as home_of
     from exporters.aihub.show import plain, print_results
+    from ringstep.profiling.hub import open_client
     from ringstep.profiling.ledger import Ledger
 
     results: list[dict[str, Any]] = []
@@ -74,6 +76,10 @@ def resume(artifact: Path, db: Path, json_: bool) -> int:
         for body in requests:
             request = read_request(body, f"{artifact / 'manifest.json'}: aihub.requests")
             results += carry_out(manifest, request, False, db)
+        if any(not job.over for job in Ledger(manifest).jobs.values()):
+            for job in take_leave(manifest, open_client()):
+                console.say(f"job {job.id} ({job.state}) was of an earlier export of this folder: what it returned is "
+                            f"in {home_of(manifest.folder, job)}, not in the store")  # fmt: skip
     if not requests:
         console.say("nothing is left to do: every request has come to its end")
     if json_:

@@ -17,7 +17,7 @@ from ringstep.errors import RingstepError
 from ringstep.files import read_text
 from ringstep.manifest import Manifest
 from ringstep.profiling.hub import open_client, origin, scratch
-from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, read_outputs
+from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, poll, read_outputs
 from ringstep.profiling.ledger import Job, Ledger
 from ringstep.profiling.profile import Origin, Place, Profile, Subject, read_profile
 
@@ -44,6 +44,27 @@ def carry_out(manifest: Manifest, request: Request, again: bool, database: Path)
         found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
     ledger.conclude(as_json(request))
     return found
+
+
+def take_leave(manifest: Manifest, client: Any) -> list[Job]:
+    """Jobs of an earlier export of the folder, which no request leads to any more; returns those that are over now.
+
+    What a phone returned for another graph cannot be held against this one's samples: it is kept as it came, beside the
+    others, and not stored as a profile. Raises RingstepError.
+    """
+    hub = Hub(client, Ledger(manifest))
+    over: list[Job] = []
+    for job in hub.ledger.jobs.values():
+        if job.over:
+            continue
+        if not job.id:
+            job.state, job.reason = "abandoned", "what it was for has been exported anew"
+            hub.ledger.save()
+        elif poll(hub, job) and job.over:
+            if job.kind == "inference":
+                fetch_what_there_is(hub, job, results(manifest.folder, job))
+            over.append(job)
+    return over
 
 
 def tell(ledger: Ledger, chains: Sequence[Chain], show: Any) -> None:

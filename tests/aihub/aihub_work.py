@@ -54,7 +54,7 @@ def do(store: Store, job: Job, fast: bool) -> str:
     kinds: dict[str, Callable[[Work], str]] = {
         "compile": _compile, "link": _link, "quantize": _quantize, "inference": _infer,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="aihub-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="aihub-", dir=store.folder) as scratch:
         return kinds[job.kind](Work(store, job, fast, Path(scratch)))
 
 

@@ -169,7 +169,8 @@ def artifact(folder: Path, label: str, reports: list[dict[str, Any]]) -> None:
     from recipes.step import step_spec
 
     laid_out = plan_for(json.loads((TINY / "config.json").read_text()))
-    spec = step_spec(laid_out, Options(dtype="float16", embedding_inside=True), model=label, context=64, chunks=(1,), eos=())
+    options = Options(dtype="float16", embedding_inside=True)
+    spec = step_spec(laid_out, options, model=label, context=64, chunks=(1,), eos=())
     folder.mkdir(parents=True)
     spec.save(folder / "step.json")
     (folder / "parity.json").write_text(json.dumps(reports))

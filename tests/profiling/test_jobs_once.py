@@ -17,9 +17,10 @@ import pytest
 pytest.importorskip("qai_hub")
 pytest.importorskip("onnxruntime_qnn")
 
-from profile_runs import Desk, desk, export, run
+from profile_runs import SPARK, Desk, desk, export, run
 
 from ringstep.profiling import jobs
+from ringstep.profiling.store import find, open_store
 
 FAILED_PARITY = 1  # what the stand-in's quick answers come to
 
@@ -166,6 +167,24 @@ def test_ctrl_c_keeps_everything(
     assert run("-q", "jobs", "resume", fast.artifact, "--db", fast.db) == FAILED_PARITY
     assert fast.once() and len(fast.server.jobs) == 3
     assert run("-q", "jobs", "resume", fast.artifact, "--db", fast.db) == 0  # nothing is left
+
+
+def test_jobs_of_an_earlier_export_are_not_mixed_up_with_this_one(
+    fast: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poll = jobs.poll
+    monkeypatch.setattr(jobs, "poll", lambda hub, job: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert fast.profile(layers="sliding") == 2
+    monkeypatch.setattr(jobs, "poll", poll)
+    options = ("--device", "galaxy-s25", "--context", "64", "--activations", "native", "--no-parity")
+    assert run("-q", "export", SPARK, *options, "--out", fast.artifact) == 0
+    capsys.readouterr()
+    assert run("jobs", "resume", fast.artifact, "--db", fast.db) == FAILED_PARITY
+    assert "earlier export" in capsys.readouterr().err
+    noted = fast.noted["jobs"].values()
+    assert [(job["state"], job["reason"]) for job in noted] == [("done", "")] * 2 and fast.once()
+    with open_store(fast.db) as store:
+        assert [profile.job for profile in find(store)] == [list(fast.server.jobs)[1]]
 
 
 def killed_at(work: Desk, requests: int, pause: float) -> bool:
