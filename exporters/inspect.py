@@ -6,21 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from exporters.memory import CONTEXTS, fixed_bytes, kv_table, on_devices
 from ringstep import console
-from ringstep.contract import DTYPE_BYTES, CacheSpec, StepSpec
+from ringstep.contract import CacheSpec, StepSpec
 from ringstep.errors import RingstepError
 from ringstep.manifest import FILE, manifest_of
-
-CONTEXTS = (1024, 4096, 8192, 32768, 131072)
-
-
-def kv_bytes(caches: tuple[CacheSpec, ...], context: int, flat: bool) -> int:
-    """Bytes of all caches at a context; `flat` gives every layer a full cache."""
-    total = 0
-    for cache in caches:
-        length = context - 1 if flat or cache.window is None else min(context, cache.window) - 1
-        total += 2 * cache.kv_heads * cache.head_dim * length * DTYPE_BYTES[cache.dtype]
-    return total
 
 
 def describe(artifact: Path) -> dict[str, Any]:
@@ -31,7 +21,6 @@ def describe(artifact: Path) -> dict[str, Any]:
     kinds: dict[tuple[Any, ...], list[CacheSpec]] = {}
     for cache in spec.caches:
         kinds.setdefault((cache.kind, cache.length, cache.window, cache.kv_heads, cache.head_dim), []).append(cache)
-    contexts = sorted({spec.context, *CONTEXTS})
     # A part of an artifact lists its own files.
     part = "" if (artifact / FILE).exists() else artifact.resolve().name + "/"
     files = {path.removeprefix(part): o.bytes for record in manifest.stages.values()
@@ -50,10 +39,8 @@ def describe(artifact: Path) -> dict[str, Any]:
              "kv_heads": cs[0].kv_heads, "head_dim": cs[0].head_dim, "bytes": sum(c.nbytes for c in cs)}
             for cs in kinds.values()
         ],
-        "kv_bytes": [
-            {"context": c, "hybrid": kv_bytes(spec.caches, c, False), "flat": kv_bytes(spec.caches, c, True)}
-            for c in contexts
-        ],
+        "kv_bytes": kv_table(spec),
+        "memory": fixed_bytes(spec, manifest) | {"devices": on_devices(spec, manifest)},
         "files": files,
     }  # fmt: skip
 
@@ -128,10 +115,26 @@ def print_description(body: dict[str, Any]) -> None:
     caches = [(ranges(c["layers"]), c["kind"], c["length"], c["window"] or "", c["kv_heads"], c["head_dim"],
              console.human_bytes(c["bytes"])) for c in body["caches"]]  # fmt: skip
     console.table("caches", ["layers", "kind", "length", "window", "kv heads", "head_dim", "size"], caches)
-    sizes = [(k["context"], console.human_bytes(k["hybrid"]), console.human_bytes(k["flat"]),
-             f"{k['flat'] / k['hybrid']:.2f}x" if k["hybrid"] else "") for k in body["kv_bytes"]]  # fmt: skip
-    console.table("KV bytes by context", ["context", "as exported", "every layer full", "saved"], sizes)
+    human = console.human_bytes
+    sizes = [(k["context"], human(k["hybrid_16bit"]), human(k["flat_16bit"]), human(k["hybrid_8bit"]),
+              human(k["flat_8bit"]), f"{k['flat'] / k['hybrid']:.2f}x" if k["hybrid"] else "")
+             for k in body["kv_bytes"]]  # fmt: skip
+    console.table("KV bytes by context, in 16 and in 8 bits, as exported and with every layer full",
+                  ["context", "16 bit", "full", "8 bit", "full", "saved"], sizes)  # fmt: skip
+    print_memory(body["memory"])
     console.table("files", ["file", "size"], [(f, console.human_bytes(b)) for f, b in body["files"].items()])
+
+
+def print_memory(memory: dict[str, Any]) -> None:
+    """What it needs beside the caches, and on which phones that fits at which context."""
+    human = console.human_bytes
+    console.line(f"beside the caches: graphs {human(memory['graphs'])} ({memory['from']}), "
+                 f"table {human(memory['table'])}")  # fmt: skip
+    rows = [(d["device"], human(d["memory_bytes"]), *(f"{100 * c['share']:.0f} %{'' if c['fits'] else ' no'}"
+             for c in d["contexts"])) for d in memory["devices"]]  # fmt: skip
+    contexts = [f"{context // 1024}k" for context in CONTEXTS]
+    console.table("share of a phone's memory by context, no: more than half of it",
+                  ["device", "memory", *contexts], rows)  # fmt: skip
 
 
 def fold(tensors: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:

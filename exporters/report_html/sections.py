@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from exporters.inspect import CONTEXTS, kv_bytes, ranges
+from exporters.inspect import ranges
+from exporters.memory import CONTEXTS, fixed_bytes, kv_bytes, kv_table, on_devices
 from exporters.report_html import charts
 from exporters.report_html.measured import strings
 from exporters.report_html.parts import Cell, Section, count, figure, plain, seconds, size, table
@@ -65,6 +66,18 @@ def memory(artifact: Artifact) -> Section:
     rows = [[count(c), size(h), size(f), figure(f / h if h else None, "{:.2f}x")]
             for c, h, f in zip(at, hybrid, flat, strict=True)]  # fmt: skip
     section.tables.append(table("By context", ["context", "as exported", "every layer full", "saved"], rows))
+    rows = [[count(k["context"]), size(k["hybrid_16bit"]), size(k["flat_16bit"]), size(k["hybrid_8bit"]),
+             size(k["flat_8bit"])] for k in kv_table(spec)]  # fmt: skip
+    columns = ["context", "16 bit", "16 bit, every layer full", "8 bit", "8 bit, every layer full"]
+    section.tables.append(table("By context and bits of an element", columns, rows))
+    if artifact.manifest is not None:
+        fixed = fixed_bytes(spec, artifact.manifest)
+        rows = [[plain(d["device"]), size(d["memory_bytes"]),
+                 *(figure(100 * c["share"], "{:,.0f} %", "" if c["fits"] else "bad") for c in d["contexts"])]
+                for d in on_devices(spec, artifact.manifest)]  # fmt: skip
+        title = (f"Share of a phone's memory at a context: caches, {console.human_bytes(fixed['graphs'])} of graphs "
+                 f"({fixed['from']}) and {console.human_bytes(fixed['table'])} of table")  # fmt: skip
+        section.tables.append(table(title, ["phone", "memory", *map(short_count, CONTEXTS)], rows))
     kinds: dict[tuple[Any, ...], list[Any]] = {}
     for c in spec.caches:
         kinds.setdefault((c.kind, c.length, c.window, c.kv_heads, c.head_dim, c.dtype), []).append(c)

@@ -247,7 +247,7 @@ def test_json_of_inspect(inside: Path, capsys: pytest.CaptureFixture[str]) -> No
     body = parsed(capsys, "inspect", "spark")
     assert body.keys() == {
         "folder", "model", "recipe", "dtype", "activations", "context", "vocab", "hidden", "target", "versions",
-        "graphs", "caches", "kv_bytes", "files",
+        "graphs", "caches", "kv_bytes", "memory", "files",
     }  # fmt: skip
     assert [g["n"] for g in body["graphs"]] == [1, 4] and body["target"]["chip"] == "sm8750"
     sliding, full = body["caches"]

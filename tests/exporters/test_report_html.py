@@ -55,10 +55,10 @@ def test_nothing_comes_from_outside(full: PageParser, bare: PageParser) -> None:
 def test_memory_by_context(full: PageParser) -> None:
     table = full.table("context", "saved")
     by_context = {int(float(s[0])): [float(v) for v in s[1:3]] for s in table.sorts}
-    assert set(by_context) == {CONTEXT, 1024, 4096, 8192, 32768, 131072}
+    assert set(by_context) == {CONTEXT, 1024, 4096, 8192, 32768, 131072, 1048576}
     for context, sizes in by_context.items():
         assert sizes == [kv(context, False), kv(context, True)]
-    assert table.column("saved")[-1] == f"{kv(131072, True) / kv(131072, False):.2f}x"
+    assert table.column("saved")[-1] == f"{kv(1048576, True) / kv(1048576, False):.2f}x"
     assert "3 of 4 layers keep a window of 16 tokens" in full.text
 
 
