@@ -136,12 +136,14 @@ class Line:
         return self.weights[1] != self.read_original
 
     def pieces(self, source: Source) -> Iterator[np.ndarray]:
-        """The parameter in float32, a few rows at a time; whole where the scheme rotates, or rescales it."""
+        """The parameter in float32, a few rows at a time; a layer's whole where the scheme rotates, or rescales it."""
         from quantize.folding.rescale import changes
-        from recipes.weights import pieces
+        from recipes.weights import parts, pieces
 
-        whole = self.rotates or changes(self.scales, source)
-        return iter([self.read(source)]) if whole else pieces(self.checkpoint, source)
+        if not self.rotates and not changes(self.scales, source):
+            return pieces(self.checkpoint, source)
+        by_rows = source in (self.plan.embedding, self.plan.head)
+        return (self.read(part) for part in (parts(source) if by_rows else [source]))
 
     @cached_property
     def spec(self) -> StepSpec:

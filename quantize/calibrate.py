@@ -27,7 +27,6 @@ from ringstep.files import ordinary_size
 
 Tick = Callable[[int], Any]
 SINK_RATIO = 20.0  # a massive activation is this many times what other positions reach (SmolLM2: 35 and more)
-HEAD_ROWS = 8192  # of a vocabulary at a time
 
 
 @dataclass(frozen=True)
@@ -156,18 +155,19 @@ def head(model: Model, states: list[np.ndarray], first: np.ndarray, found: Calib
     block, sources = model.head(), head_sources(model.plan)
     norm, name = key(sources["norm.weight"]), key(sources["lm_head.weight"])
     norms = {norm: model.weight(norm, sources["norm.weight"])}
-    head_weight = model.weight(name, sources["lm_head.weight"])
     watch = Watch(block, found.seen)
     made = np.empty((len(first), model.plan.vocab), np.float32)
-    for at in range(0, len(head_weight), HEAD_ROWS):
-        weights = norms | {name: head_weight[at : at + HEAD_ROWS]}
+    at = 0
+    for piece in model.head_pieces():
+        weights = norms | {name: piece}
         with torch.inference_mode():
             for rows in states:
                 # The norm's values are the same for every piece, and its histogram the same in shape.
                 run(block, {block.inputs[0]: torch.from_numpy(rows)}, weights, watch)
             if len(first):
                 feed, hook = {block.inputs[0]: torch.from_numpy(first)}, Watch(block, found.sink)
-                made[:, at : at + HEAD_ROWS] = run(block, feed, weights, hook)["logits"]
+                made[:, at : at + len(piece)] = run(block, feed, weights, hook)["logits"]
+        at += len(piece)
     watch.check()
     for rows in states:
         tick(len(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,12 +31,18 @@ def sources(plan: Plan) -> Iterator[Source]:
             yield source
 
 
-def pieces(checkpoint: Checkpoint, source: Source) -> Iterator[np.ndarray]:
-    """The parameter in float32, a few rows at a time."""
+def parts(source: Source) -> Iterator[Source]:
+    """A parameter as parts of a few rows each."""
     start, stop = source.rows or (0, source.shape[0])
     step = max(1, PIECE_BYTES // max(4, 4 * int(np.prod(source.shape[1:]))))
     for at in range(start, stop, step):
-        piece = np.asarray(checkpoint.read(source.name, (at, min(stop, at + step)))).astype(np.float32, copy=False)
+        yield dataclasses.replace(source, rows=(at, min(stop, at + step)))
+
+
+def pieces(checkpoint: Checkpoint, source: Source) -> Iterator[np.ndarray]:
+    """The parameter in float32, a few rows at a time."""
+    for part in parts(source):
+        piece = np.asarray(checkpoint.read(source.name, part.rows)).astype(np.float32, copy=False)
         yield piece + np.float32(source.add) if source.add else piece
 
 

@@ -27,7 +27,7 @@ Matrix = NDArray[Any]
 Read = Callable[[Source], Floats]
 Change = Callable[[Floats], Floats]
 
-PIECE_ROWS = 4096
+PIECE_ROWS = 1024
 HEAD_SEED = 1  # of the rotation within heads, beside the residual stream's 0
 # Parameters of a layer, by what they do to the residual stream. A name that is not here is refused.
 ATTENTION_READS = ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "attn.g_proj.weight")
@@ -45,13 +45,16 @@ class Rotation:
     right: NDArray[Any]  # [b, b]
     signs: NDArray[Any]  # [a * b] of +-1
 
-    def after(self, weight: NDArray) -> Floats:
-        """W R for a weight [out, a * b], a few rows at a time."""
+    def after(self, weight: NDArray, scale: NDArray | None = None) -> Floats:
+        """W diag(scale) R for a weight [out, a * b], a few rows at a time, in float64."""
         a, b = len(self.left), len(self.right)
+        columns = self.signs if scale is None else self.signs * scale
         out = np.empty(weight.shape, np.float32)
         for at in range(0, len(weight), PIECE_ROWS):
-            piece = (weight[at : at + PIECE_ROWS] * self.signs).reshape(-1, a, b)
-            out[at : at + PIECE_ROWS] = (self.left.T @ (piece @ self.right)).reshape(-1, a * b)
+            # Two large products, each over the last dim, in the place of a small one for every row.
+            piece = (weight[at : at + PIECE_ROWS] * columns).reshape(-1, b) @ self.right
+            piece = piece.reshape(-1, a, b).swapaxes(1, 2).reshape(-1, a) @ self.left
+            out[at : at + PIECE_ROWS] = piece.reshape(-1, b, a).swapaxes(1, 2).reshape(-1, a * b)
         return out
 
     def before(self, weight: NDArray) -> Floats:
@@ -125,7 +128,8 @@ def rotated(plan: Plan, read: Read, *, residual: bool = True, heads: bool = True
     Returns a plan and a read to use in place of the given ones: same graph, same logits, other weights; entries of
     value caches are rotated too. Weights of folded norms read as ones. A tied head becomes a tensor of its own
     (`lm_head.weight`), so check the checkpoint against the plan given here, not the one returned. A read computes in
-    float64 and gives float32. RingstepError where the layers cannot be rotated.
+    float64 and gives float32; of the table and the head it reads rows too. RingstepError where the layers cannot be
+    rotated.
     """
     head = plan.head
     if residual and head == plan.embedding:
@@ -144,9 +148,13 @@ def rotated(plan: Plan, read: Read, *, residual: bool = True, heads: bool = True
         if heads:
             changes |= of_heads(changes, sources, rotation(plan.kinds[kind].head_dim, seed + HEAD_SEED))
 
+    by_rows = (plan.embedding, head)  # what is done to them is done to each row by itself
+
     def changed(source: Source) -> Floats:
-        weight = read(origin.get(source, source))
-        return changes[source](weight) if source in changes else weight
+        whole = dataclasses.replace(source, rows=None)
+        whole = whole if whole in by_rows else source
+        weight = read(dataclasses.replace(origin.get(whole, whole), rows=source.rows))
+        return changes[whole](weight) if whole in changes else weight
 
     return dataclasses.replace(plan, head=head), changed
 
@@ -172,7 +180,7 @@ def of_stream(recipe: str, read: Read, sources: dict[str, Source], stream: Rotat
 
 def reading(read: Read, norm: Source, stream: Rotation) -> Change:
     """W diag(norm weights) R."""
-    return lambda weight: stream.after(weight * read(norm).astype(np.float64))
+    return lambda weight: stream.after(weight, read(norm))
 
 
 def of_heads(done: dict[Source, Change], sources: dict[str, Source], head: Rotation) -> dict[Source, Change]:

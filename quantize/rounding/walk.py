@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantize.calibrate import HEAD_ROWS, Tick
+from quantize.calibrate import Tick
 from quantize.grid import QuantisedWeight, joined
 from quantize.model import Model
 from quantize.rounding import nearest
@@ -74,16 +74,15 @@ def round_weights(model: Model, sequences: Sequence[Sequence[int]], prefix: Entr
         states = after
     block, sources = model.head(), head_sources(model.plan)
     norm, name = key(sources["norm.weight"]), key(sources["lm_head.weight"])
-    weight = model.weight(name, sources["lm_head.weight"])
     watch = Hessians(block)
     if weights_for(scheme, "head").rounding != "nearest":
         with torch.inference_mode():
             for rows in states:
                 feed = {block.inputs[0]: torch.from_numpy(rows)}
-                run(block, feed, {norm: model.weight(norm, sources["norm.weight"]), name: weight[:1]}, watch)
+                one = {norm: model.weight(norm, sources["norm.weight"]), name: torch.zeros(1, model.plan.hidden)}
+                run(block, feed, one, watch)
     # Rows are rounded one by one: a vocabulary's come in pieces.
-    pieces = [round_one("head", name, weight[at : at + HEAD_ROWS], watch, scheme)
-              for at in range(0, len(weight), HEAD_ROWS)]  # fmt: skip
+    pieces = [round_one("head", name, weight, watch, scheme) for weight in model.head_pieces()]
     if pieces[0] is not None:
         keep("head", name, joined([p for p in pieces if p is not None]))
 

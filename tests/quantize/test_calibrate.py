@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from float_models import Recorder, calibrated, model_of, texts, with_read
 
-import quantize.calibrate
+import quantize.model
 from quantize.activations import MOVES
 from quantize.calibrate import Calibration, Sink, calibrate, constant, find_sinks, leading, load, save
 from quantize.model import Model
@@ -47,7 +47,7 @@ def recorded(name: str, skip: int) -> tuple[dict[str, list[np.ndarray]], dict[st
 @pytest.mark.parametrize("skip", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranges_are_what_onnx_runtime_computes(name: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize.calibrate, "HEAD_ROWS", 70)  # the vocabulary comes in pieces
+    monkeypatch.setattr(quantize.model, "HEAD_ROWS", 70)  # the vocabulary comes in pieces
     found = calibrated.__wrapped__(name, skip)  # afresh, in pieces
     want, kinds, first = recorded(name, skip)
     assert found.tokens == 3 * 32 and found.prefix == tuple(texts(1 << 5)[0][:skip])
