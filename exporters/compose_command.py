@@ -27,22 +27,24 @@ CHUNKED = "vocoder"  # once a chunk of frames, not once a step
               help="Of the full layers. Default: every one that was measured.")  # fmt: skip
 @click.option("--layout", type=click.Choice(["ring", "roll", "append", "join"]),
               help="Cache layout; ring stands for ring with append for full layers.")  # fmt: skip
-@click.option("--unit", type=click.Choice(["npu", "gpu", "cpu"]), default="npu", show_default=True)
+@click.option("--unit", type=click.Choice(["npu", "gpu", "cpu"]), default="npu", show_default=True,
+              help="Where the parts ran.")  # fmt: skip
+@click.option("--runtime", type=click.Choice(["qnn", "tflite", "onnx"]), help="Where a unit was measured with several.")
 @click.option("--published", is_flag=True, help="From the figures that others published, not from the store.")
 @click.option("--db", type=click.Path(path_type=Path), help="The profile store. Default: artifacts/profiles.db.")
 @as_json
 @common
 def compose(model: str, device: str, precision: str, contexts: tuple[int, ...], layout: str | None, unit: str,
-            published: bool, db: Path | None, json_: bool) -> int:  # fmt: skip
+            runtime: str | None, published: bool, db: Path | None, json_: bool) -> int:  # fmt: skip
     """Add MODEL's decode step up from profiles of its parts, such as 21 sliding and 7 full layers and the head."""
     from ringstep.profiling.compose import all_full
     from ringstep.profiling.compose import compose as add_up
 
     found, rounding = candidates(model, published, db)
-    expected = {p.subject.part: p.subject.count for p in found if p.subject.part not in ("step", CHUNKED)}
+    expected = {p.subject.part: p.subject.count for p in found if is_part(p)}
     if expected.keys() & {"full", "sliding"}:
         expected.setdefault("head", 1)
-    own = matching(found, device, precision, layout, unit)
+    own = matching(found, device, precision, layout, unit, runtime)
     steps = []
     for context in contexts or measured_contexts(own):
         parts = choose(own, context)
@@ -86,8 +88,17 @@ def candidates(model: str, published: bool, db: Path | None) -> tuple[list[Profi
     return found, rounding
 
 
-def matching(found: Sequence[Profile], device: str, precision: str, layout: str | None, unit: str) -> list[Profile]:
-    """Those of one device, precision, layout and unit. Raises RingstepError where none is left, or layouts differ."""
+def is_part(profile: Profile) -> bool:
+    """Whether it is of one layer or the head: no whole step, or piece of one, and nothing that runs once a chunk."""
+    return not profile.subject.part.startswith(("step", "prefill")) and profile.subject.part != CHUNKED
+
+
+def matching(found: Sequence[Profile], device: str, precision: str, layout: str | None, unit: str,
+             runtime: str | None = None) -> list[Profile]:  # fmt: skip
+    """Those of one device, precision, layout, unit and runtime.
+
+    Raises RingstepError where none is left, and where layouts or runtimes differ and none was named.
+    """
     from ringstep.devices import find_device
 
     names = {device.casefold()}
@@ -96,12 +107,13 @@ def matching(found: Sequence[Profile], device: str, precision: str, layout: str 
         names |= {known.id.casefold(), known.name.casefold(), known.aihub.casefold()} - {""}
     except RingstepError:
         pass  # a store may hold devices that devices.toml does not
-    here = [p for p in found if p.place.device.casefold() in names and p.place.unit == unit
-            and p.subject.part not in ("step", CHUNKED)]  # fmt: skip
-    own = [p for p in here if p.subject.precision == precision]
+    here = [p for p in found if p.place.device.casefold() in names and p.place.unit == unit and is_part(p)]
+    own = [p for p in here if p.subject.precision == precision and runtime in (None, p.place.runtime)]
     if not own:
         have = sorted({f"{p.place.device} {p.place.unit} {p.subject.precision}" for p in found})
         raise RingstepError(f"no part measured on {device} {unit} in {precision}; there are {', '.join(have)[:200]}")
+    if len(runtimes := sorted({p.place.runtime for p in own})) > 1:
+        raise RingstepError(f"{unit} was measured with {', '.join(runtimes)}: choose one with --runtime")
     # ring is what windows are in, append the same for a full layer: only the new entry is returned.
     wanted = {"ring": ("ring", "append", ""), None: None}.get(layout, (layout, ""))
     if wanted is not None:
@@ -161,4 +173,4 @@ def print_step(step: Composed, flat: Composed | None) -> None:
     if flat and not set(step.missing) - {"head"}:
         console.line(f"every layer full: {flat.ms:.2f} ms; this step is {flat.ms / step.ms:.2f}x as fast")
     for note in step.notes:
-        console.line(note)
+        (console.warn if note.startswith("PARITY") else console.line)(note)

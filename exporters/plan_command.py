@@ -168,9 +168,9 @@ def choice(shape: ModelShape, device: Device, precision: Precision, context: int
     measured = None if impossible else measured_step(shape.label, device, precision.name, context, layouts, db)
     if measured is not None:
         basis, ms = "measured", measured.median_us / 1000
-        snr = f"{measured.snr_db:.1f} dB" if measured.snr_db is not None else snr
-        if measured.parity == "failed":
-            impossible = "measured, but its parity failed"
+        snr = "" if measured.snr_db is None else f"{measured.snr_db:.1f} dB"
+        if measured.parity != "passed":
+            impossible = f"measured, but its parity is {measured.parity}: no latency of a proven model"
     elif not impossible:
         try:
             found = predict_step(shape, precision.name, context, layouts, chip.name)

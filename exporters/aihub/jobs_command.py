@@ -45,10 +45,13 @@ def list_(artifact: Path | None, json_: bool) -> int:
     if json_:
         console.print_json([{"artifact": str(folder), **dataclasses.asdict(job)} for folder, job in found])
         return 0
-    rows = [(job.id or "-", job.kind, job.about.get("subject", {}).get("part", ""),
-             job.about.get("place", {}).get("device", job.device), state_of(job),
-             job.started[5:16].replace("T", " ")) for _, job in found]  # fmt: skip
-    console.table("", ["job", "kind", "part", "device", "state", "begun (UTC)"], rows)
+    if not found:
+        console.line(f"no jobs: nothing of {artifact or f'what lies in {ARTIFACTS}/'} was sent to AI Hub")
+    for folder in dict.fromkeys(folder for folder, _ in found):
+        rows = [(job.id or "-", job.kind, job.about.get("subject", {}).get("part", ""), where(job), state_of(job),
+                 job.started[5:16].replace("T", " ")) for home, job in found if home == folder]  # fmt: skip
+        console.line(str(folder))
+        console.table("", ["job", "kind", "part", "on", "state", "begun (UTC)"], rows)
     for folder in waiting:
         console.say(f"{folder}: not at its end; `ringstep jobs resume {folder}` goes on")
     return 0
@@ -73,9 +76,13 @@ def resume(artifact: Path, db: Path, json_: bool) -> int:
     results: list[dict[str, Any]] = []
     with opened(artifact, writing=True) as manifest:
         requests = Ledger(manifest).open_requests
+        failed: list[RingstepError] = []
         for body in requests:
-            request = read_request(body, f"{artifact / 'manifest.json'}: aihub.requests")
-            results += carry_out(manifest, request, False, db)
+            try:
+                request = read_request(body, f"{artifact / 'manifest.json'}: aihub.requests")
+                results += carry_out(manifest, request, False, db)
+            except RingstepError as error:
+                failed.append(error)  # one request that cannot go on must not keep the others
         if any(not job.over for job in Ledger(manifest).jobs.values()):
             for job in take_leave(manifest, open_client()):
                 console.say(f"job {job.id} ({job.state}) was of an earlier export of this folder: what it returned is "
@@ -86,6 +93,9 @@ def resume(artifact: Path, db: Path, json_: bool) -> int:
         console.print_json(plain(results))
     elif results:
         print_results(results)
+    if failed:
+        more = f" (and {len(failed) - 1} more of {len(requests)} requests)" if len(failed) > 1 else ""
+        raise RingstepError(f"{failed[0]}{more}")
     good = all(r["profile"] is not None and r["profile"].parity == "passed" for r in results)
     return 0 if good else console.GATE_FAILED
 
@@ -116,7 +126,8 @@ def cancel(artifact: Path, names: tuple[str, ...], json_: bool) -> int:
     if json_:
         console.print_json(chosen)
     else:
-        console.line(f"{len(chosen)} job{'s' * (len(chosen) != 1)} given up; --again measures anew")
+        hint = "; --again measures anew" if chosen else ": all were over already"
+        console.line(f"{len(chosen)} job{'s' * (len(chosen) != 1)} given up{hint}")
     return 0
 
 
@@ -139,13 +150,20 @@ def explain(artifact: Path, name: str, json_: bool) -> int:
         return 0
     known = [("job", job.id or "none yet"), ("kind", job.kind), ("name", job.name), ("device", job.device),
              ("state", state_of(job)), ("begun", job.started), ("over", job.finished), ("options", job.options),
-             ("reason", job.reason), *job.results.items()]  # fmt: skip
+             ("reason", job.reason), *results_of(manifest.folder, job)]  # fmt: skip
     console.table("", ["", ""], [(key, value) for key, value in known if value not in ("", None)])
     for text in log:
         console.line(f"    {text}")
     for finding in findings:
         console.line(f"lint {finding.rule}: {finding.node}: {finding.what}; {finding.fix}")
     return 0
+
+
+def results_of(home: Path, job: Job) -> list[tuple[str, str]]:
+    """What was fetched for a job, for a table."""
+    names = {"folder": lambda value: str(home / value), "snr_db": lambda value: f"{value:.1f} dB"}
+    return [(name.removesuffix("_db"), names.get(name, str)(value)) for name, value in job.results.items()
+            if value is not None]  # fmt: skip
 
 
 def reasons(ledger: Ledger, job: Job) -> tuple[list[str], list[Any]]:
@@ -165,6 +183,12 @@ def reasons(ledger: Ledger, job: Job) -> tuple[list[str], list[Any]]:
     if job.state != "failed":
         return log, []
     return log, matching(lint_part(ledger.manifest, job), "\n".join([job.reason, *log]))
+
+
+def where(job: Job) -> str:
+    """Device, runtime and unit of a job, such as "galaxy-s25 qnn:npu"."""
+    place = job.about.get("place", {})
+    return f"{place.get('device', job.device)} {place.get('runtime', '')}:{place.get('unit', '')}"
 
 
 def state_of(job: Job) -> str:

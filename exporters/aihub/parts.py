@@ -78,18 +78,21 @@ def cuts_of(manifest: Manifest, graph: GraphSpec) -> list[int]:
     return choose_cuts(layers, head, DEFAULT_PART_BYTES) if sum(layers) + head > DEFAULT_PART_BYTES else []
 
 
+def kinds(spec: StepSpec) -> list[str]:
+    """The kinds of layers, and the head."""
+    return [*dict.fromkeys(cache.mask for cache in spec.caches), HEAD]
+
+
 def layer_parts(spec: StepSpec, names: Sequence[str]) -> list[Part]:
     """One layer of each kind that is named, the middle one, and the head. Raises RingstepError for an unknown kind."""
     from exporters.cut import part_specs
 
-    graph = spec.graph(1)
-    kinds = list(dict.fromkeys(cache.mask for cache in spec.caches))
+    graph, known = spec.graph(1), kinds(spec)
     parts = []
     last = len(spec.caches) - 1
     for name in dict.fromkeys(names):
-        if name not in (*kinds, HEAD):
-            known = ", ".join([*kinds, HEAD])
-            raise RingstepError(f"--layers {name}: this model has {known}{did_you_mean(name, [*kinds, HEAD])}")
+        if name not in known:
+            raise RingstepError(f"--layers {name}: this model has {', '.join(known)}{did_you_mean(name, known)}")
         if name == HEAD:
             piece = part_specs(spec, graph, [last], HEAD)[-1]
             parts.append(Part(HEAD, 1, 1, "", piece, False))

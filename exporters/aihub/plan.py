@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from exporters.aihub.parts import HOME, Part, graph_name, layer_parts, samples, sources, stage, whole_parts
+from exporters.aihub.parts import HOME, Part, graph_name, kinds, layer_parts, samples, sources, stage, whole_parts
 from ringstep import console, qnn
 from ringstep.contract import StepSpec
 from ringstep.devices import Device, find_device
@@ -55,6 +55,9 @@ class Chain:
     jobs: list[Job]
     source: Path
     """The part's ONNX file, for the lint."""
+    precision: str
+    refused: str = ""
+    """Why there are no jobs: the compiler here refuses the graph for this chip."""
 
     @property
     def label(self) -> str:
@@ -74,9 +77,10 @@ class Planned:
 
 def plan(manifest: Manifest, spec: StepSpec, request: Request) -> Planned:
     """Cut, compile and sample what a request needs, all of it in stages; nothing is sent. Raises RingstepError."""
-    devices = [measured_device(name) for name in request.devices]
+    devices = list({device.id: device for device in map(measured_device, request.devices)}.values())
     parts = layer_parts(spec, request.layers) if request.layers else whole_parts(spec, manifest)
-    found = samples(manifest, spec, parts)
+    # Of every kind at once, so that a request for others runs no text again.
+    found = samples(manifest, spec, layer_parts(spec, kinds(spec)) if request.layers else parts)
     from_source = request.compile == "hub" or any(target != NPU for target in request.targets)
     written = all(own_source(manifest, part).is_file() for part in parts)
     cut = sources(manifest, parts) if from_source or not written else {}
@@ -85,8 +89,16 @@ def plan(manifest: Manifest, spec: StepSpec, request: Request) -> Planned:
     for device in devices:
         for part in parts:
             for target in request.targets:
-                planned.chains.append(chain_of(manifest, spec, request, planned, part, parts, device, target, files))
+                try:
+                    chain = chain_of(manifest, spec, request, planned, part, parts, device, target, files)
+                except Refused as error:
+                    chain = Chain(part, device, target, [], files[part.name], precision_of(spec, target), str(error))
+                planned.chains.append(chain)
     return planned
+
+
+class Refused(RingstepError):
+    """The compiler here takes a graph for no or another chip; other devices and runtimes may."""
 
 
 def linked(part: Part, parts: Sequence[Part], device: Device) -> list[Part]:
@@ -117,14 +129,13 @@ def chain_of(
     """The jobs for one part on one device; what they upload goes into `planned.contents`."""
     runtime, unit = target.split(":")
     source = files[part.name]
-    floats = not spec.scheme
+    floats, precision = not spec.scheme, precision_of(spec, target)
     jobs: list[Job] = []
-    precision = spec.scheme or {"float16": "fp16", "float32": "fp32"}[spec.dtype]
-    if target == NPU:
-        precision = "fp16" if floats else precision  # what the NPU computes, whatever the graph's type
     label = f"{spec.model} {part.subject} {precision} {target} {device.id}"[:LABEL]
     subject = Subject(spec.model, spec.recipe, part.subject, part.count, part.n, part.layout, precision, spec.context)
+    here = target == NPU and request.compile == "here"
     about = {"subject": dataclasses.asdict(subject), "part": part.name,
+             "compiler": qnn.version() if here else "AI Hub",
              "place": dataclasses.asdict(Place(device.id, device.chip.name, runtime, unit))}  # fmt: skip
 
     def add(kind: Literal["compile", "link", "inference"], options: str, models: Sequence[str],
@@ -135,7 +146,7 @@ def chain_of(
         return key
 
     graph = ""
-    if target == NPU and request.compile == "here":
+    if here:
         home, taken = binary(manifest, part, device, source, spec)
         model = add_model(planned, f"{label} binary", home)
     elif target == NPU:
@@ -158,7 +169,12 @@ def chain_of(
     # The service divides what it is told by the number of samples.
     options = f"--compute_unit {unit} --max_profiler_iterations {request.iterations * len(pairs)}{graph}"
     add("inference", options, [model], dataset)
-    return Chain(part, device, target, jobs, source)
+    return Chain(part, device, target, jobs, source, precision)
+
+
+def precision_of(spec: StepSpec, target: str) -> str:
+    """What an artifact is computed in at a place: floats in fp16 on the NPU, whatever the graph's type."""
+    return spec.scheme or ("fp16" if target == NPU or spec.dtype == "float16" else "fp32")
 
 
 def binary(manifest: Manifest, part: Part, device: Device, source: Path, spec: StepSpec) -> tuple[Path, Path]:
@@ -181,7 +197,10 @@ def binary(manifest: Manifest, part: Part, device: Device, source: Path, spec: S
         from exporters.qnn import compile_context
 
         with console.progress(f"compiling {part.name} for {chip.name}"):
-            compile_context(source, folder, chip=chip, fp16=chip.fp16, name=plain)
+            try:
+                compile_context(source, folder, chip=chip, fp16=chip.fp16, name=plain)
+            except RingstepError as error:
+                raise Refused(str(error)) from None
 
     if not exported:
         try:

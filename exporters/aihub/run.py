@@ -21,6 +21,7 @@ from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, poll, 
 from ringstep.profiling.ledger import Job, Ledger
 from ringstep.profiling.profile import Origin, Place, Profile, Subject, read_profile
 
+UNFETCHED = "not fetched"
 MATCHES = 5  # lint findings shown beside a failed job
 
 
@@ -35,14 +36,15 @@ def carry_out(manifest: Manifest, request: Request, again: bool, database: Path)
     client = open_client()  # before minutes go into compiling
     if again:
         request = dataclasses.replace(request, repeat=next_repeat(ledger, request))
-    ledger.ask(as_json(request))
     planned = plan(manifest, spec, request)
+    ledger.ask(as_json(request))  # not before: what cannot be planned is no request to go on with
     hub = Hub(client, ledger, planned.contents)
     with scratch(manifest.folder):
         with console.board() as show:
             drive(hub, [chain.jobs for chain in planned.chains], lambda: tell(ledger, planned.chains, show))
         found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
-    ledger.conclude(as_json(request))
+    if all(result["state"] != UNFETCHED for result in found):
+        ledger.conclude(as_json(request))
     return found
 
 
@@ -72,7 +74,7 @@ def tell(ledger: Ledger, chains: Sequence[Chain], show: Any) -> None:
     for chain in chains:
         begun = [job for planned in chain.jobs if (job := ledger.jobs.get(planned.key)) and job.id]
         if not begun:
-            show(chain.label, "to be submitted")
+            show(chain.label, "refused by the compiler here" if chain.refused else "to be submitted")
             continue
         job = begun[-1]
         of = f"{len(begun)} of {len(chain.jobs)}, " if len(chain.jobs) > 1 else ""
@@ -82,6 +84,10 @@ def tell(ledger: Ledger, chains: Sequence[Chain], show: Any) -> None:
 def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database: Path) -> dict[str, Any]:
     """Fetch a chain's last job and say what came of it: a profile with its parity, or why there is none."""
     jobs = [job for planned_job in chain.jobs if (job := hub.ledger.jobs.get(planned_job.key))]
+    if not jobs:
+        fitting = [dataclasses.asdict(f) for f in matching(lint_of(chain), chain.refused)[:MATCHES]]
+        return {"part": chain.part.subject, "device": chain.device.id, "target": chain.target, "jobs": [],
+                "state": "refused here", "reason": chain.refused, "profile": None, "findings": fitting}  # fmt: skip
     job = jobs[-1]
     folder = results(hub.ledger.manifest.folder, job)
     result: dict[str, Any] = {"part": chain.part.subject, "device": chain.device.id, "target": chain.target,
@@ -90,7 +96,12 @@ def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database:
         if job.state == "failed" and job.id:
             fetch_what_there_is(hub, job, folder)
         return result | {"state": job.state, "reason": job.reason, "profile": None} | why(chain, job, folder)
-    fetch(hub, job, folder)
+    try:
+        fetch(hub, job, folder)
+    except RingstepError as error:
+        # Other results are worth having; this one is asked for again by the next run.
+        again = "; what cannot be fetched for good, --again measures anew"
+        return result | {"state": UNFETCHED, "reason": f"{error}{again}", "profile": None}
     verdict = compare(hub.ledger.manifest.folder, spec, chain.part.n, chain.target.split(":")[1],
                       planned.samples[chain.part.name], read_outputs(folder))  # fmt: skip
     try:
@@ -137,16 +148,17 @@ def as_profile(job: Job, folder: Path, verdict: Verdict, made: Origin) -> Profil
     about = {name: build(kind, job.about.get(name), f"{where}: {name}")
              for name, kind in (("subject", Subject), ("place", Place))}  # fmt: skip
     return Profile(
-        **about, **read_profile(body, where), origin=made, job=job.id, created=job.finished,
-        versions=versions(), snr_db=verdict.worst_db, parity="failed" if verdict.failures else "passed",
+        **about, **read_profile(body, where), origin=made, job=job.id, created=job.started,
+        versions=versions(job), snr_db=verdict.worst_db, parity="failed" if verdict.failures else "passed",
     )  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """What a profile depends on besides the model."""
+def versions(job: Job) -> dict[str, str]:
+    """What a profile depends on besides the model: who compiled it, and by what it was measured."""
     from ringstep.manifest import library_versions
 
-    return library_versions("ringstep", "qai-hub", "onnxruntime-qnn")
+    found = {"compiler": str(job.about.get("compiler", ""))} | library_versions("ringstep", "qai-hub")
+    return {name: version for name, version in found.items() if version}
 
 
 def results(folder: Path, job: Job) -> Path:

@@ -32,7 +32,8 @@ def print_results(results: list[dict[str, Any]]) -> None:
         verdict = "" if profile.parity == "passed" else profile.parity.upper()
         rows.append((r["part"], r["device"], r["target"], ms(profile.median_us), ms(profile.min_us),
                      ms(profile.p95_us), len(profile.times_us), f"{db} {verdict}"))  # fmt: skip
-    console.table(made_up(results), ["part", "device", "on", "median ms", "min", "p95", "runs", "SNR dB"], rows)
+    say_made_up(results)
+    console.table("", ["part", "device", "on", "median ms", "min", "p95", "runs", "SNR dB"], rows)
     for r in results:
         print_trouble(r)
     good = [r["profile"] for r in results if r["profile"] and r["profile"].place.unit == "npu"]
@@ -41,10 +42,10 @@ def print_results(results: list[dict[str, Any]]) -> None:
         console.say(f"their sum: ringstep profiles compose {model} --device {device} --precision {precision}")
 
 
-def made_up(results: list[dict[str, Any]]) -> str:
-    """What stands above figures that no phone has made; "" where all are a phone's."""
-    origins = {r["profile"].origin for r in results if r["profile"]}
-    return "SYNTHETIC: made up by a service on this machine, no phone ran" if "synthetic" in origins else ""
+def say_made_up(results: list[dict[str, Any]]) -> None:
+    """What stands above figures that no phone has made."""
+    if any(r["profile"] and r["profile"].origin == "synthetic" for r in results):
+        console.line("SYNTHETIC: made up by a service on this machine, no phone ran")
 
 
 def whole(profile: Profile) -> bool:
@@ -57,8 +58,8 @@ def print_trouble(r: dict[str, Any]) -> None:
     name = f"{r['part']} on {r['device']} {r['target']}"
     profile: Profile | None = r["profile"]
     if profile is None:
-        last = r["jobs"][-1] if r["jobs"] else {"kind": "", "id": ""}
-        console.warn(f"{name}: {last['kind']} job {last['id']} {r['state']}: {r['reason']}")
+        of = f"{r['jobs'][-1]['kind']} job {r['jobs'][-1]['id']} " if r["jobs"] else ""
+        console.warn(f"{name}: {of}{r['state']}: {r['reason']}")
         for text in r.get("log", []):
             console.line(f"    {text}")
         for finding in r.get("findings", []):
@@ -94,7 +95,7 @@ def plain(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def lint_of(chain: Chain) -> list[Finding]:
     """What the lint says of a chain's graph for its chip."""
-    return lint_source(chain.source, chain.device.id, chain.jobs[-1].about["subject"]["precision"])
+    return lint_source(chain.source, chain.device.id, chain.precision)
 
 
 def lint_part(manifest: Manifest, job: Job) -> list[Finding]:
@@ -149,7 +150,10 @@ def print_sending(planned: Planned, entries: list[dict[str, Any]]) -> None:
             console.line(f"    {f.severity} {f.rule}: {f.node}: {f.what}")
         if len(found) > LINT_SHOWN:
             console.line(f"    and {len(found) - LINT_SHOWN} more; see ringstep lint {chain.source}")
-    model = planned.chains[0].jobs[0].about["subject"]["model"]
+    for chain in planned.chains:
+        if chain.refused:
+            console.warn(f"{chain.label}: refused here: {chain.refused}")
+    model = next((job.about["subject"]["model"] for chain in planned.chains for job in chain.jobs), "")
     size = lambda e: console.human_bytes(e["bytes"]) if "bytes" in e else e["options"]
     rows = [(e["what"], e["name"].removeprefix(model).strip(), size(e), "there" if e["sent"] else "to send")
             for e in entries]  # fmt: skip
@@ -167,8 +171,9 @@ def print_placement(results: list[dict[str, Any]]) -> None:
     for part, device in dict.fromkeys((r["part"], r["device"]) for r in results):
         own = {r["target"]: r for r in results if (r["part"], r["device"]) == (part, device)}
         rows.append((part, device, *(cell(own[place]) for place in places)))
-    title = "; ".join(filter(None, (made_up(results), "median ms (dB against the reference)")))
-    console.table(title, ["part", "device", *places], rows)
+    say_made_up(results)
+    console.line("median ms (dB against the reference)")
+    console.table("", ["part", "device", *places], rows)
     for r in results:
         print_trouble(r)
 

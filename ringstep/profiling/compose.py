@@ -101,6 +101,10 @@ def compose(parts: Sequence[Profile], *, rounding: Mapping[str, float] | None = 
     ]
     if any(part.origin != "aihub" for part in parts):
         notes.append(f"{'/'.join(sorted({part.origin for part in parts}))} figures, not measured here")
+    for verdict, means in (("failed", "computes something else"), ("unchecked", "was not held against a reference")):
+        own = [part.subject.part for part in parts if part.parity == verdict and part.origin != "published"]
+        if own:
+            notes.append(f"PARITY {verdict.upper()}: {', '.join(own)} {means}: this is no latency of a proven model")
     terms = tuple(Term(s.part, s.count, part.median_us / 1000, s.layout, s.context, part.job, part.origin)
                   for part, s in zip(parts, subjects, strict=True))  # fmt: skip
     bounds = [_bounds(part, rounding or {}) for part in parts]

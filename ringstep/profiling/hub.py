@@ -121,7 +121,7 @@ def redacted(text: str) -> str:
     text = re.sub(r"(?i)\b(token|bearer)\s+[\w.~+/-]{8,}=*", r"\1 ***", text)
     text = re.sub(r"(https?://[^\s?#'\"]+)\?[^\s'\"]*", r"\1", text)
     text = re.sub(r"//[^\s/@]+@", "//", text)
-    return one_line(re.sub(r"[─━│┃┌┐└┘┏┓┗┛═║╔╗╚╝╭╮╰╯|+-]{2,}|[│┃║]", " ", text))
+    return one_line(re.sub(r"[─━┌┐└┘┏┓┗┛═╔╗╚╝╭╮╰╯]+|[│┃║]|[-+|=]{4,}", " ", text))
 
 
 def _translate(what: str, error: Exception) -> RingstepError:

@@ -9,6 +9,7 @@ made again where it is not there.
 from __future__ import annotations
 
 import datetime
+import functools
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,7 @@ def drive(hub: Hub, chains: Sequence[Sequence[Job]], show: Callable[[], None]) -
             return
         time.sleep(pause)
         pause = min(1.5 * pause, LONGEST_POLL)
-        if any([poll(hub, job) for job in waiting]):  # all of them, not only up to the first that has changed
+        if any([poll(hub, job) for job in waiting if job.id]):  # all of them, not only up to the first that has changed
             pause = FIRST_POLL
             show()
 
@@ -122,13 +123,34 @@ def submit(hub: Hub, planned: Job) -> Job:
     try:
         job.id = patiently(f"submitting {job.name}", call)
     except Gone:
-        # An upload that was there a moment ago has expired, or was deleted.
+        # An upload, or a model that an earlier job made, was there a moment ago and has expired, or was deleted.
+        if renew(hub, job):
+            return job
         hub.checked.clear()
         needs_upload(hub, job)
         job.id = patiently(f"submitting {job.name}", call)
     job.state = "submitted"
     hub.ledger.save()
     return job
+
+
+def renew(hub: Hub, job: Job) -> bool:
+    """Let the jobs be submitted anew whose models are gone and that this one takes; whether there are any."""
+    lost = []
+    for own in job.models:
+        maker = hub.ledger.jobs.get(own)
+        if maker is None or not maker.target:
+            continue
+        look = functools.partial(hub.client.get_model, maker.target)
+        try:
+            patiently(f"looking for what job {maker.id} made", look)
+        except Gone:
+            lost.append(maker)
+    for maker in lost:
+        console.say(f"what job {maker.id} ({maker.kind}) made is gone at AI Hub: it is submitted again")
+        maker.name, maker.id, maker.target, maker.state = f"{maker.name}'", "", "", "submitting"
+    hub.ledger.save()
+    return bool(lost)
 
 
 def send(hub: Hub, job: Job) -> Any:
@@ -304,9 +326,10 @@ def read_outputs(folder: Path) -> dict[str, list[np.ndarray]]:
 
 
 def log_tail(folder: Path, lines: int = 12) -> list[str]:
-    """The last lines of a job's logs, the device's before the service's; [] for none."""
+    """The last lines of a job's logs, each once; [] for none."""
     from ringstep.child import read_tail
 
     home = folder / "logs"
     logs = sorted(path for path in home.rglob("*") if path.is_file()) if home.is_dir() else []
-    return [redacted(line) for path in logs for line in read_tail(path).splitlines()[-lines:] if line.strip()]
+    tails = [redacted(line) for path in logs for line in read_tail(path).splitlines()[-lines:] if line.strip()]
+    return list(dict.fromkeys(tails))

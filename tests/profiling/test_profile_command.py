@@ -240,6 +240,81 @@ def test_a_folder_that_is_none_and_a_damaged_note(fast: Desk, tmp_path: Path, ca
         assert "aihub" in err and len(err.splitlines()) == 1
 
 
+def test_a_request_that_cannot_be_planned_is_no_request(fast: Desk, capsys: Any) -> None:
+    assert fast.profile(layers="slidng") == 2
+    assert run("profile", fast.artifact, "--device", "galaxy-s99", "--db", fast.db) == 2
+    assert not fast.noted.get("requests")
+    capsys.readouterr()
+    assert run("jobs", "resume", fast.artifact, "--db", fast.db) == 0
+
+
+def test_one_request_that_fails_does_not_keep_the_others(fast: Desk, capsys: Any) -> None:
+    fast.profile(layers="head")
+    path = fast.artifact / "manifest.json"
+    body = json.loads(path.read_text())
+    (request,) = body["aihub"]["requests"]
+    body["aihub"]["requests"] = [request | {"devices": ["galaxy-s99"]}, request | {"layers": ["full"]}]
+    body["aihub"]["concluded"] = []
+    path.write_text(json.dumps(body))
+    capsys.readouterr()
+    assert run("-q", "jobs", "resume", fast.artifact, "--db", fast.db) == 2
+    out, err = capsys.readouterr()
+    assert "full" in out and "galaxy-s99" in err
+    assert len(stored(fast)) == 2
+
+
+def test_a_chip_that_refuses_the_graph_does_not_keep_the_others(real: Desk, capsys: Any) -> None:
+    places = ("--device", "qcs6490", "--layers", "head", "--on", "qnn:npu,onnx:cpu", "--db", real.db)
+    assert run("-q", "place", real.artifact, *places, "--dry-run") == 0
+    out, err = capsys.readouterr()
+    assert "lint of head for qcs6490" in out and "error" in out and "refuses" in err
+    assert run("-q", "place", real.artifact, *places) == 1
+    out, err = capsys.readouterr()
+    assert "refused here" in out and "refuses" in err
+    assert [profile.place.runtime for profile in stored(real)] == ["onnx"]
+
+
+def test_a_result_that_cannot_be_fetched_does_not_hide_the_others(fast: Desk, capsys: Any) -> None:
+    fast.server.faults.arm("profile", "inference.* sliding", how="not_found")
+    assert fast.profile() == 1
+    out, err = capsys.readouterr()
+    assert "not fetched" in out and "--again" in err and len(stored(fast)) == 2
+    assert run("-q", "jobs", "resume", fast.artifact, "--db", fast.db) == 1  # asked for again
+    assert len(fast.server.jobs) == 3
+
+
+def test_what_an_earlier_job_made_is_made_again_when_it_expires(real: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringstep.profiling import jobs
+
+    send, expired = jobs.send, []
+
+    def expiring(hub: Any, job: Any) -> Any:
+        if job.kind == "inference" and not expired:
+            expired.append(hub.ledger.jobs[job.models[0]].target)
+            real.server.expire(expired[0])
+        return send(hub, job)
+
+    monkeypatch.setattr(jobs, "send", expiring)
+    assert real.profile("--compile", "hub", layers="head") == 0
+    kinds = [job.kind for job in real.server.jobs.values()]
+    assert kinds == ["compile", "link", "link", "inference"] and expired
+
+
+def test_a_composed_step_says_what_its_parts_are_worth(real: Desk, capsys: Any) -> None:
+    compose = ("profiles", "compose", "spark2_5_tiny", "--device", "galaxy-s25", "--precision", "fp16", "--db", real.db)
+    run("-q", "profile", real.artifact, "--device", "galaxy-s25", "--db", real.db)  # a step and a prefill beside them
+    real.profile()
+    capsys.readouterr()
+    assert run(*compose) == 0
+    out, err = capsys.readouterr()
+    assert "6 x" in out and "2 x" in out and "tokens/s" in out and "PARITY" not in out + err
+    real.server.faults.arm("outputs", "inference.* head", how="noise")
+    real.profile("--again", layers="head")
+    capsys.readouterr()
+    assert run(*compose) == 0
+    assert "PARITY FAILED: head" in capsys.readouterr().err
+
+
 def test_no_token_appears_anywhere(real: Desk, capsys: Any, caplog: Any) -> None:
     token = real.server.token
     caplog.set_level(0)
