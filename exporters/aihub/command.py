@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,8 @@ def profile(artifact: Path, devices: tuple[str, ...], layers: tuple[str, ...], w
 
     if whole and layers:
         raise click.UsageError("--whole and --layers: give one of them")
-    request = Request(devices, layers, iterations=iterations, compile=compile_)
-    return send(artifact, request, again, dry_run, db, json_, table="profile")
+    request = Request(devices, layers, iterations=iterations, compile=compile_, db=str(db))
+    return send(artifact, request, again, dry_run, json_, table="profile")
 
 
 @click.command(short_help="Compare NPU, GPU and CPU of a phone for ARTIFACT.")
@@ -84,24 +85,27 @@ def place(artifact: Path, devices: tuple[str, ...], layers: tuple[str, ...], ite
     from exporters.aihub.plan import Request
     from exporters.aihub.plan import targets as checked
 
-    request = Request(devices, layers, checked(targets), iterations)
-    return send(artifact, request, again, dry_run, db, json_, table="place")
+    request = Request(devices, layers, checked(targets), iterations, db=str(db))
+    return send(artifact, request, again, dry_run, json_, table="place")
 
 
-def send(artifact: Path, request: Request, again: bool, dry_run: bool, db: Path, json_: bool, table: str) -> int:
+def send(artifact: Path, request: Request, again: bool, dry_run: bool, json_: bool, table: str) -> int:
     """Carry a request out, or say what that would send."""
     from exporters.aihub.parts import opened
-    from exporters.aihub.plan import plan
+    from exporters.aihub.plan import next_repeat, plan
     from exporters.aihub.run import carry_out
     from exporters.aihub.show import lint_of, plain, print_placement, print_results, print_sending, sending
     from ringstep.contract import StepSpec
-    from ringstep.profiling.ledger import Ledger
+    from ringstep.profiling.ledger import Ledger, is_past
 
     with opened(artifact, writing=True) as manifest:
+        ledger = Ledger(manifest)
+        if again:
+            request = dataclasses.replace(request, repeat=next_repeat(ledger, request))
         if dry_run:
             planned = plan(manifest, StepSpec.load(artifact), request)
-            ledger = Ledger(manifest)
-            known = {sha for sha, upload in ledger.uploads.items() if upload.id} | set(ledger.jobs)
+            known = {sha for sha, upload in ledger.uploads.items() if upload.id and not is_past(upload.expires)}
+            known |= {key for key, job in ledger.jobs.items() if job.id}
             entries = sending(planned, known)
             if json_:
                 findings = {f"{c.part.subject} {c.device.chip.name}": lint_of(c) for c in planned.chains}
@@ -109,7 +113,7 @@ def send(artifact: Path, request: Request, again: bool, dry_run: bool, db: Path,
             else:
                 print_sending(planned, entries)
             return 0
-        results = carry_out(manifest, request, again, db)
+        results = carry_out(manifest, request)
     if json_:
         console.print_json(plain(results))
     else:

@@ -38,8 +38,14 @@ def list_(artifact: Path | None, json_: bool) -> int:
     found: list[tuple[Path, Job]] = []
     waiting = []
     for folder in folders:
-        with opened(folder, writing=False) as manifest:
-            ledger = Ledger(manifest)
+        try:
+            with opened(folder, writing=False) as manifest:
+                ledger = Ledger(manifest)
+        except RingstepError as error:
+            if artifact:
+                raise
+            console.warn(str(error))  # one damaged artifact must not hide the others
+            continue
         found += [(folder, job) for job in ledger.jobs.values()]
         waiting += [folder] * bool(ledger.open_requests)
     if json_:
@@ -59,15 +65,14 @@ def list_(artifact: Path | None, json_: bool) -> int:
 
 @jobs.command()
 @artifact_argument
-@click.option("--db", type=click.Path(path_type=Path), default=Path("artifacts/profiles.db"), show_default=True,
-              help="The profile store.")  # fmt: skip
+@click.option("--db", type=click.Path(path_type=Path), help="The profile store. Default: as each request was told.")
 @as_json
 @common
-def resume(artifact: Path, db: Path, json_: bool) -> int:
+def resume(artifact: Path, db: Path | None, json_: bool) -> int:
     """Go on with all that was begun for ARTIFACT and has not come to its end; nothing is submitted twice."""
     from exporters.aihub.parts import opened
     from exporters.aihub.plan import read_request
-    from exporters.aihub.run import carry_out, take_leave
+    from exporters.aihub.run import UNFETCHED, carry_out, take_leave
     from exporters.aihub.run import results as home_of
     from exporters.aihub.show import plain, print_results
     from ringstep.profiling.hub import open_client
@@ -80,7 +85,9 @@ def resume(artifact: Path, db: Path, json_: bool) -> int:
         for body in requests:
             try:
                 request = read_request(body, f"{artifact / 'manifest.json'}: aihub.requests")
-                results += carry_out(manifest, request, False, db)
+                results += carry_out(manifest, dataclasses.replace(request, db=str(db)) if db else request)
+                if db and not any(result["state"] == UNFETCHED for result in results):
+                    Ledger(manifest).conclude(body)
             except RingstepError as error:
                 failed.append(error)  # one request that cannot go on must not keep the others
         if any(not job.over for job in Ledger(manifest).jobs.values()):
@@ -176,7 +183,7 @@ def reasons(ledger: Ledger, job: Job) -> tuple[list[str], list[Any]]:
     folder = results(ledger.manifest.folder, job)
     if job.state == "failed" and job.id and not folder.is_dir():
         try:
-            fetch(Hub(open_client(), ledger), job, folder)
+            fetch(Hub(open_client(), ledger), job, folder, patience=0)
         except RingstepError as error:
             console.warn(f"its log is not here, and cannot be fetched: {error}")
     log = log_tail(folder)

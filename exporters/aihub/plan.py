@@ -25,6 +25,7 @@ from ringstep.profiling.profile import Place, Subject
 
 NPU = "qnn:npu"
 TARGETS = (NPU, "tflite:gpu", "tflite:cpu", "onnx:gpu", "onnx:cpu", "onnx:npu")
+MAX_ITERATIONS = 1000
 DEFAULT_ITERATIONS = 100  # what the service runs unless told otherwise
 LABEL = 60  # characters of a job's name before its hash
 
@@ -41,6 +42,8 @@ class Request:
     iterations: int = DEFAULT_ITERATIONS
     compile: Literal["here", "hub"] = "here"
     """Who makes the NPU's binary: Qualcomm's compiler on this machine, or the service from the ONNX source."""
+    db: str = "artifacts/profiles.db"
+    """The profile store."""
     repeat: int = 0
     """More for every time that the same is measured again."""
 
@@ -258,7 +261,7 @@ def next_repeat(ledger: Ledger, request: Request) -> int:
     """The number of a new measurement: one that no job of the artifact has, or that of the same request left open."""
     repeats = [other["repeat"] for other in ledger.body.requests if type(other.get("repeat")) is int]
     for other in ledger.open_requests:
-        if {**other, "repeat": 0} == {**as_json(request), "repeat": 0} and other["repeat"]:
+        if {**other, "repeat": 0} == {**as_json(request), "repeat": 0} and other.get("repeat"):
             return int(other["repeat"])
     return max(repeats, default=-1) + 1
 
@@ -275,6 +278,8 @@ def read_request(body: dict[str, Any], where: str) -> Request:
 
     request = cast(Request, build(Request, body, where))
     targets(request.targets)
+    if not request.devices or not request.targets or not 1 <= request.iterations <= MAX_ITERATIONS:
+        raise RingstepError(f"{where}: no devices, no targets, or iterations out of 1..{MAX_ITERATIONS}")
     return request
 
 

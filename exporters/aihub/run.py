@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from exporters.aihub.parts import HOME
-from exporters.aihub.plan import Chain, Planned, Request, as_json, next_repeat, plan
+from exporters.aihub.plan import Chain, Planned, Request, as_json, plan
 from exporters.aihub.show import lint_of, matching
 from exporters.aihub.verdict import Verdict, compare
 from ringstep import console
@@ -20,22 +21,24 @@ from ringstep.profiling.hub import open_client, origin, scratch
 from ringstep.profiling.jobs import PROFILE, Hub, drive, fetch, log_tail, poll, read_outputs
 from ringstep.profiling.ledger import Job, Ledger
 from ringstep.profiling.profile import Origin, Place, Profile, Subject, read_profile
+from ringstep.profiling.store import open_store
 
 UNFETCHED = "not fetched"
 MATCHES = 5  # lint findings shown beside a failed job
 
 
-def carry_out(manifest: Manifest, request: Request, again: bool, database: Path) -> list[dict[str, Any]]:
+def carry_out(manifest: Manifest, request: Request) -> list[dict[str, Any]]:
     """Measure what a request asks for and store it; one plain result a chain. Raises RingstepError.
 
-    `manifest` is that of an opened folder. What was submitted before is taken up, not submitted again; with `again`
-    all of it is measured anew.
+    `manifest` is that of an opened folder. What was submitted before is taken up, not submitted again.
     """
     spec = StepSpec.load(manifest.folder)
-    ledger = Ledger(manifest)
+    ledger, database = Ledger(manifest), Path(request.db)
     client = open_client()  # before minutes go into compiling
-    if again:
-        request = dataclasses.replace(request, repeat=next_repeat(ledger, request))
+    with open_store(database, write=True):
+        pass  # before hours go into waiting
+    for left in (manifest.folder / HOME / "jobs").glob(".*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a run that was killed while downloading
     planned = plan(manifest, spec, request)
     ledger.ask(as_json(request))  # not before: what cannot be planned is no request to go on with
     hub = Hub(client, ledger, planned.contents)
@@ -106,22 +109,27 @@ def conclude(hub: Hub, spec: StepSpec, planned: Planned, chain: Chain, database:
                       planned.samples[chain.part.name], read_outputs(folder))  # fmt: skip
     try:
         profile = as_profile(job, folder, verdict, origin(hub.client))
+        number = store_one(profile, database)
     except RingstepError as error:
         job.results = {"folder": f"{HOME}/jobs/{job.id}", "refused": str(error)}
         hub.ledger.save()
         return result | {"state": "refused", "reason": str(error), "log": log_tail(folder), "profile": None,
                          "parity": dataclasses.asdict(verdict)}  # fmt: skip
-    from ringstep.profiling.store import add, open_store, set_parity
-
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with open_store(database, write=True) as store:
-        number, new = add(store, profile)
-        if not new and profile.snr_db is not None and profile.parity != "unchecked":
-            set_parity(store, number, profile.snr_db, profile.parity)
     job.results = {"folder": f"{HOME}/jobs/{job.id}", "profile": number, "parity": profile.parity,
                    "snr_db": profile.snr_db}  # fmt: skip
     hub.ledger.save()
     return result | {"state": "done", "profile": profile, "number": number, "parity": dataclasses.asdict(verdict)}
+
+
+def store_one(profile: Profile, database: Path) -> int:
+    """Store a profile, or what its parity has come to where it is stored already; its number. Raises RingstepError."""
+    from ringstep.profiling.store import add, set_parity
+
+    with open_store(database, write=True) as store:
+        number, new = add(store, profile)
+        if not new and profile.snr_db is not None and profile.parity != "unchecked":
+            set_parity(store, number, profile.snr_db, profile.parity)
+    return number
 
 
 def why(chain: Chain, job: Job, folder: Path) -> dict[str, Any]:
@@ -163,4 +171,4 @@ def versions(job: Job) -> dict[str, str]:
 
 def results(folder: Path, job: Job) -> Path:
     """Where a job's downloads lie in the artifact."""
-    return folder / HOME / "jobs" / (job.id if job.id.isalnum() else job.key)
+    return folder / HOME / "jobs" / (job.id or job.key)

@@ -53,11 +53,15 @@ def compare(
             shapes = f"{len(have)} of {list(have[0].shape) if have else []}"
             failures.append(f"{name}: the device returned {shapes}, want {len(want)} of {list(want[0].shape)}")
             continue
+        if any(h.dtype.kind not in "fiub" for h in have):
+            failures.append(f"{name}: the device returned {have[0].dtype}, which is no number")
+            continue
         # Some runtimes hand out what the integers stand for.
         codes = codec.own(name) is None or all(h.dtype.kind in "iu" for h in have)
         floats = [codec.decode(name, h) if codes else h.astype(np.float32) for h in have]
         real[name] = np.stack([codec.decode(name, w) for w in want]), np.stack(floats)
-    found = {name: snr_db(*pair) for name, pair in joined(real).items()}
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = {name: snr_db(*pair) for name, pair in joined(real).items()}
     failures += [f"{name}: {db:.1f} dB, at least {limit:g}" for name, db in found.items() if db < limit]
     return Verdict(found, limit, tuple(failures), len(samples))
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quantize.grid import Floats
@@ -46,15 +47,15 @@ class Rotation:
     signs: NDArray[Any]  # [a * b] of +-1
 
     def after(self, weight: NDArray, scale: NDArray | None = None) -> Floats:
-        """W diag(scale) R for a weight [out, a * b], a few rows at a time, in float64."""
+        """W diag(scale) R for a weight [out, a * b], a few rows at a time."""
         a, b = len(self.left), len(self.right)
-        columns = self.signs if scale is None else self.signs * scale
+        left, right, columns = (torch.from_numpy(m.astype(np.float32)) for m in (
+            self.left.T, self.right, self.signs if scale is None else self.signs * scale))  # fmt: skip
         out = np.empty(weight.shape, np.float32)
         for at in range(0, len(weight), PIECE_ROWS):
-            # Two large products, each over the last dim, in the place of a small one for every row.
-            piece = (weight[at : at + PIECE_ROWS] * columns).reshape(-1, b) @ self.right
-            piece = piece.reshape(-1, a, b).swapaxes(1, 2).reshape(-1, a) @ self.left
-            out[at : at + PIECE_ROWS] = piece.reshape(-1, b, a).swapaxes(1, 2).reshape(-1, a * b)
+            piece = torch.from_numpy(weight[at : at + PIECE_ROWS]) * columns
+            pairs = (piece.reshape(-1, b) @ right).view(-1, a, b)
+            out[at : at + PIECE_ROWS] = torch.matmul(left, pairs).view(-1, a * b).numpy()
         return out
 
     def before(self, weight: NDArray) -> Floats:
@@ -128,8 +129,7 @@ def rotated(plan: Plan, read: Read, *, residual: bool = True, heads: bool = True
     Returns a plan and a read to use in place of the given ones: same graph, same logits, other weights; entries of
     value caches are rotated too. Weights of folded norms read as ones. A tied head becomes a tensor of its own
     (`lm_head.weight`), so check the checkpoint against the plan given here, not the one returned. A read computes in
-    float64 and gives float32; of the table and the head it reads rows too. RingstepError where the layers cannot be
-    rotated.
+    float32; of the table and the head it reads rows too. RingstepError where the layers cannot be rotated.
     """
     head = plan.head
     if residual and head == plan.embedding:

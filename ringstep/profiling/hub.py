@@ -19,6 +19,7 @@ from typing import Any, Literal
 from ringstep.child import one_line
 from ringstep.errors import RingstepError
 
+LONGEST = 4000  # characters of a message that are looked at
 RETRIED = (429, 500, 502, 503, 504)
 CONFIGURE = "`qai-hub configure --api_token TOKEN` writes it, with the token from the account page of AI Hub"
 
@@ -47,23 +48,39 @@ def open_client() -> Any:
         import qai_hub
         from qai_hub import api_utils
 
+        path = api_utils.get_config_path(expanduser=False)
         try:
             config = api_utils.load_default_api_config()
         except FileNotFoundError:
-            path = api_utils.get_config_path(expanduser=False)
             raise RingstepError(f"AI Hub's client has no configuration at {path}: {CONFIGURE}") from None
+        except Exception as error:
+            # A parser's message holds the line that it stopped at, and that may be the token.
+            kind = type(error).__name__
+            raise RingstepError(f"{path} is no configuration of AI Hub's client ({kind}): {CONFIGURE}") from None
         if config.api_token:
             _secrets.add(config.api_token)
+        if not config.api_token.isascii() or not config.api_url.startswith(("https://", "http://")):
+            raise RingstepError(f"{path}: api_token or api_url is none: {CONFIGURE}")
         config.verbose = False
         return qai_hub.Client(config=config)
 
 
 def origin(client: Any) -> Literal["aihub", "synthetic"]:
     """Where figures of this client's service come from: one on this machine has no phones, it is a stand-in."""
+    import socket
+    from ipaddress import ip_address
     from urllib.parse import urlsplit
 
-    host = urlsplit(client.config.api_url).hostname or ""
-    return "synthetic" if host in ("localhost", "::1") or host.startswith("127.") else "aihub"
+    import psutil
+
+    host = urlsplit(client.config.api_url).hostname or "localhost"
+    own = {address.address.split("%")[0] for found in psutil.net_if_addrs().values() for address in found}
+    try:
+        names = {str(info[4][0]).split("%")[0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return "aihub"
+    here = lambda name: name in own or ip_address(name).is_loopback or ip_address(name).is_unspecified
+    return "synthetic" if any(here(name.removeprefix("::ffff:")) for name in names) else "aihub"
 
 
 @contextlib.contextmanager
@@ -118,10 +135,11 @@ def redacted(text: str) -> str:
     """The text in one line without tokens, the secrets in signed URLs, or the boxes that the client draws."""
     for secret in _secrets:
         text = text.replace(secret, "***")
+    text = text[:LONGEST]
     text = re.sub(r"(?i)\b(token|bearer)\s+[\w.~+/-]{8,}=*", r"\1 ***", text)
     text = re.sub(r"(https?://[^\s?#'\"]+)\?[^\s'\"]*", r"\1", text)
     text = re.sub(r"//[^\s/@]+@", "//", text)
-    return one_line(re.sub(r"[─━┌┐└┘┏┓┗┛═╔╗╚╝╭╮╰╯]+|[│┃║]|[-+|=]{4,}", " ", text))
+    return one_line(re.sub(r"[─━┌┐└┘┏┓┗┛═╔╗╚╝╭╮╰╯]+|[│┃║]|[-+|=]{4,}|(?<!\S)\|(?!\S)", " ", text))
 
 
 def _translate(what: str, error: Exception) -> RingstepError:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from ringstep import console
 from ringstep.errors import RingstepError
 from ringstep.files import new_folder, write_json
 from ringstep.profiling.hub import Gone, Unreachable, redacted, single_attempt, translated
-from ringstep.profiling.ledger import TAG, Job, Ledger, Upload, is_past, now
+from ringstep.profiling.ledger import TAG, Job, Ledger, Upload, check_id, is_past, now
 
 PATIENCE_SECONDS = 1800.0  # how long a service that does not answer is asked again
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between such tries
@@ -59,9 +61,13 @@ class Hub:
     """Uploads that are known to be there still."""
 
 
-def patiently(what: str, call: Callable[[], _T]) -> _T:
-    """Call the client, again for half an hour while the service does not answer. Raises RingstepError."""
-    pause, deadline = FIRST_PAUSE, time.monotonic() + PATIENCE_SECONDS
+def patiently(what: str, call: Callable[[], _T], patience: float | None = None) -> _T:
+    """Call the client, again for half an hour (`patience` in seconds) while the service does not answer.
+
+    Raises RingstepError.
+    """
+    pause = FIRST_PAUSE
+    deadline = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
     while True:
         try:
             with translated(what):
@@ -129,6 +135,7 @@ def submit(hub: Hub, planned: Job) -> Job:
         hub.checked.clear()
         needs_upload(hub, job)
         job.id = patiently(f"submitting {job.name}", call)
+    check_id(job.id, f"submitting {job.name}")
     job.state = "submitted"
     hub.ledger.save()
     return job
@@ -234,6 +241,7 @@ def upload(hub: Hub, sha: str) -> None:
 
     with console.progress(f"uploading {content.label}, {console.human_bytes(content.bytes)}"):
         record.id, record.expires = patiently(f"uploading {content.label}", call)
+    check_id(record.id, f"uploading {content.label}")
     hub.checked.add(sha)
     hub.ledger.save()
 
@@ -289,14 +297,15 @@ def poll(hub: Hub, job: Job) -> bool:
     return True
 
 
-def fetch(hub: Hub, job: Job, folder: Path) -> None:
+def fetch(hub: Hub, job: Job, folder: Path, patience: float | None = None) -> None:
     """Download profile, outputs and logs of a job that is over into `folder`, whole or not at all, once.
 
     profile.json is what the client gives, as it is; outputs.npz has NAME@SAMPLE arrays. Raises RingstepError.
     """
-    if (folder / PROFILE).is_file():
+    if is_whole(folder, job.kind == "inference" and job.state == "done"):
         return
-    handle = patiently(f"job {job.id}", lambda: hub.client.get_job(job.id))
+    shutil.rmtree(folder, ignore_errors=True)
+    handle = patiently(f"job {job.id}", lambda: hub.client.get_job(job.id), patience)
     with new_folder(folder, PROFILE) as home:
         profile: Any = {}
         if job.kind == "inference" and job.state == "done":
@@ -307,11 +316,38 @@ def fetch(hub: Hub, job: Job, folder: Path) -> None:
                 np.savez(stream, **arrays)
         try:
             with translated("its log"):  # not again and again: the client has tried seven times by then
-                handle.download_job_logs(str(home / "logs"))
+                download_logs(hub.client, job.id, home / "logs")
         except RingstepError as error:  # a result without its log is still a result
             shutil.rmtree(home / "logs", ignore_errors=True)
             console.warn(f"job {job.id}: no log: {error}")
         write_json(home / PROFILE, profile)
+
+
+def is_whole(folder: Path, outputs: bool) -> bool:
+    """Whether what was downloaded is there and can be read."""
+    try:
+        json.loads((folder / PROFILE).read_bytes())
+        return not outputs or zipfile.ZipFile(folder / OUTPUTS).testzip() is None
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return False
+
+
+def download_logs(client: Any, ident: str, folder: Path) -> None:
+    """A job's logs under names of our own: the client would write wherever the service's names lead."""
+    from qai_hub import JobArtifactType, api_utils, public_rest_api, s3_transfer
+
+    folder.mkdir(parents=True)
+    available = client.get_job(ident).get_available_artifacts()
+    for kind in (JobArtifactType.DEVICE_LOG, JobArtifactType.HUB_LOG):
+        if kind not in available:
+            continue
+        listed = public_rest_api.download_job_artifacts_info(client.config, ident, kind.value).artifacts
+        for index, entry in enumerate(listed):
+            name = f"{kind.name.lower()}-{index}.log"
+            if entry.HasField("credentials"):
+                s3_transfer.download_file(entry.credentials, name, str(folder / name), False)
+            else:
+                api_utils.download_file(entry.url, name, str(folder / name), False)
 
 
 def read_outputs(folder: Path) -> dict[str, list[np.ndarray]]:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,8 +92,9 @@ class Ledger:
         where = f"{manifest.folder / FILE}: aihub"
         self.body: Body = build(Body, manifest.aihub, where)
         for key, job in self.body.jobs.items():
-            if job.key != key:
-                raise RingstepError(f"{where}.jobs: {key[:80]!r} holds another job")
+            check_job(key, job, f"{where}.jobs.{key[:TAG]!a}")
+        for upload in self.body.uploads.values():
+            check_id(upload.id, f"{where}.uploads")
 
     @property
     def jobs(self) -> dict[str, Job]:
@@ -133,6 +135,24 @@ class Ledger:
             what = "several jobs" if found else f"no job{did_you_mean(ref, known)}"
             raise RingstepError(f"{self.manifest.folder}: {ref!r} names {what}; `ringstep jobs list` shows them")
         return found[0]
+
+
+def check_job(key: str, job: Job, where: str) -> None:
+    """Refuse what no run has written: its names become files and calls."""
+    if job.key != key or not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise RingstepError(f"{where}: no key of a job")
+    if not job.models or key in job.models or (job.kind == "inference") != bool(job.dataset):
+        raise RingstepError(f"{where}: its models or dataset are no job's")
+    for name in ("subject", "place"):
+        if not isinstance(job.about.get(name, {}), dict):
+            raise RingstepError(f"{where}.about.{name}: expected an object")
+    check_id(job.id, where)
+
+
+def check_id(ident: str, where: str) -> None:
+    """Refuse an id that is none of the service's. Raises RingstepError."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{0,80}", ident):
+        raise RingstepError(f"{where}: {ident[:40]!a} is no id of AI Hub's")
 
 
 def key_of(parts: Iterable[Any]) -> str:

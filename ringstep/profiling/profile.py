@@ -210,4 +210,6 @@ def _peak(summary: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     if not isinstance(bounds, Sequence) or isinstance(bounds, str) or len(bounds) != 2:
         raise RingstepError(f"{where}: inference_memory_peak_range is no pair of bounds")
     low, high = (int(_number(bound, f"{where}: inference_memory_peak_range", 2.0**63)) for bound in bounds)
+    if low > high:
+        raise RingstepError(f"{where}: inference_memory_peak_range: {low} to {high} are no bounds")
     return (low, high) if high > 0 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ DEFAULT = Path("artifacts/profiles.db")
 VERSION = 1
 MARK = 0x72696E67  # SQLite's application_id: "ring"
 WAIT_SECONDS = 60.0
+BUSY_SECONDS = 1.0  # of it in SQLite itself, which Ctrl-C does not reach
 _KEYS = [field.name for field in (*dataclasses.fields(Subject), *dataclasses.fields(Place))]
 _PLAIN = ["job", "origin", "created", "first_load_us", "warm_load_us", "snr_db", "parity"]
 _COLUMNS = ["key", *_KEYS, *_PLAIN, "versions", "peak_low", "peak_high"]
@@ -220,7 +222,7 @@ def _connect(path: Path, write: bool) -> sqlite3.Connection:
     if not write and (not path.exists() or ordinary_size(path) == 0):
         return _create(sqlite3.connect(":memory:", isolation_level=None))
     uri = f"{path.resolve().as_uri()}?mode={'rwc' if write else 'ro'}"
-    db = sqlite3.connect(uri, uri=True, timeout=WAIT_SECONDS, isolation_level=None)
+    db = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
     try:
         return _opened(db, path, write)
     except BaseException:
@@ -255,7 +257,15 @@ def _create(db: sqlite3.Connection) -> sqlite3.Connection:
 
 @contextmanager
 def _writing(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)  # SQLite's own wait is deaf to Ctrl-C
     try:
         yield
         db.execute("COMMIT")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,9 +120,10 @@ def test_only_a_service_elsewhere_has_phones() -> None:
 
     from ringstep.profiling.hub import origin
 
-    made = {url: origin(SimpleNamespace(config=SimpleNamespace(api_url=url)))
-            for url in ("https://workbench.aihub.qualcomm.com", "http://127.0.0.1:8000", "http://localhost", "http://[::1]:9")}
-    assert list(made.values()) == ["aihub", "synthetic", "synthetic", "synthetic"]
+    at = lambda url: origin(SimpleNamespace(config=SimpleNamespace(api_url=url)))
+    assert at("https://192.0.2.7") == "aihub"
+    hosts = ("127.0.0.1:8000", "localhost", "[::1]:9", "0.0.0.0:8911", "[::ffff:127.0.0.1]:8911", socket.gethostname())
+    assert {at(f"http://{host}") for host in hosts} == {"synthetic"}
 
 
 def test_wrong_numbers_are_a_latency_without_parity(real: Desk, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,6 +338,128 @@ def test_no_token_appears_anywhere(real: Desk, capsys: Any, caplog: Any) -> None
         assert token.encode() not in text
     with sqlite3.connect(real.db) as db:
         assert token not in "".join(db.iterdump())
+
+
+TOKEN = "SECRETtok3n9876543210abcdef"
+
+
+@pytest.mark.parametrize("text", [
+    f"api_token = {TOKEN}\n", f"[api]\napi_token {TOKEN}\n",
+    f"[api]\napi_url = http://127.0.0.1:1\nweb_url = x\napi_token = %{TOKEN}\n",
+    f"[api]\napi_token = {TOKEN}\n", f"[api]\napi_url = {TOKEN}\nweb_url = x\napi_token = {TOKEN}\n",
+    f"[api]\napi_url = http://x\nweb_url = x\napi_token = {TOKEN}\nverbose = maybe\n",
+    f"[api]\napi_url = http://x\nweb_url = x\napi_token = {TOKEN}\u00e9\n"])  # fmt: skip
+def test_a_damaged_ini_file_is_one_line_without_the_token(
+    text: str, fast: Desk, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    path = fast.db.parent / "bad.ini"
+    path.write_text(text)
+    monkeypatch.setenv("QAIHUB_CLIENT_INI", str(path))
+    assert fast.profile(layers="head") == 2
+    err = capsys.readouterr().err
+    assert TOKEN not in err and "configure" in err and len(err.splitlines()) == 1
+
+
+def test_the_service_names_no_file_of_ours(fast: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qai_hub import public_rest_api as rest
+
+    victim = fast.db.parent / "victim"
+    victim.write_text("mine")
+    listed = rest.download_job_artifacts_info
+
+    def hostile(*args: Any, **options: Any) -> Any:
+        found = listed(*args, **options)
+        for entry in found.artifacts:
+            entry.filename = str(victim)
+        return found
+
+    monkeypatch.setattr(rest, "download_job_artifacts_info", hostile)
+    monkeypatch.setattr(rest, "_get_job_artifacts_download_info", hostile)
+    fast.profile(layers="head")
+    assert victim.read_text() == "mine"
+    (job,) = fast.noted["jobs"].values()
+    logs = fast.artifact / job["results"]["folder"] / "logs"
+    assert [path.name for path in logs.iterdir()] and all(path.name.endswith(".log") for path in logs.iterdir())
+
+
+@pytest.mark.parametrize("change", [
+    {"key": "../../../../pwned"}, {"id": "./j123"}, {"id": "j\x1b[31m"}, {"id": "x" * 300}, {"models": []},
+    {"about": {"subject": None}}, {"dataset": ""}])  # fmt: skip
+def test_a_note_that_no_run_has_written_is_refused(change: dict[str, Any], fast: Desk, capsys: Any) -> None:
+    fast.profile(layers="head")
+    path = fast.artifact / "manifest.json"
+    body = json.loads(path.read_text())
+    ((key, job),) = body["aihub"]["jobs"].items()
+    body["aihub"]["jobs"] = {change.get("key", key): job | change}
+    path.write_text(json.dumps(body))
+    for command in (("list",), ("explain", job["id"]), ("cancel",)):
+        capsys.readouterr()
+        assert run("jobs", command[0], fast.artifact, *command[1:]) == 2
+        err = capsys.readouterr().err
+        assert "aihub.jobs" in err and "\x1b" not in err and len(err.splitlines()) == 1
+
+
+def test_a_profile_that_only_the_store_refuses_is_a_row(
+    fast: Desk, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from ringstep.errors import RingstepError
+    from ringstep.profiling import store
+
+    add = store.add
+
+    def refuse(own: Any, profile: Profile) -> Any:
+        if profile.subject.part == "sliding":
+            raise RingstepError("no bounds")
+        return add(own, profile)
+
+    monkeypatch.setattr(store, "add", refuse)
+    assert fast.profile() == 1
+    out, err = capsys.readouterr()
+    assert "refused" in out and "no bounds" in err and len(stored(fast)) == 2
+
+
+def test_outputs_that_are_no_numbers_fail_parity(artifact: Path) -> None:
+    from exporters.aihub.verdict import compare
+    from ringstep.contract import StepSpec
+
+    want = [({}, {"logits": np.ones((1, 320), np.float16)})]
+    for wrong in (np.array([[b"abc"] * 320]), np.ones((1, 320), np.complex64)):
+        verdict = compare(artifact, StepSpec.load(artifact), 1, "npu", want, {"logits": [wrong]})
+        assert "no number" in verdict.failures[0] and verdict.worst_db is None
+
+
+def test_a_long_reason_is_looked_at_in_no_time() -> None:
+    import time
+
+    from ringstep.profiling.hub import redacted
+
+    start = time.perf_counter()
+    assert len(redacted("http://" * 200_000)) < 1000
+    assert time.perf_counter() - start < 0.5
+    text = "at https://x.y/z?sig=abc and --compute_unit npu | boxed |"
+    assert redacted(text) == "at https://x.y/z and --compute_unit npu boxed"
+
+
+def test_downloads_that_were_damaged_are_fetched_again(fast: Desk) -> None:
+    fast.profile(layers="head")
+    (job,) = fast.noted["jobs"].values()
+    folder = fast.artifact / job["results"]["folder"]
+    for name, content in (("outputs.npz", b"cut"), ("profile.json", b"{"), ("outputs.npz", None)):
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+        assert fast.profile(layers="head") == 1
+        with np.load(folder / "outputs.npz") as arrays:
+            assert len(arrays.files) == 4
+    assert len(fast.server.jobs) == 1
+
+
+def test_a_store_that_cannot_be_written_is_said_before_anything_is_sent(fast: Desk, capsys: Any) -> None:
+    plain = fast.db.parent / "plain"
+    plain.write_text("")
+    for path in (plain / "x.db", fast.db.parent, Path("/proc/x/y.db")):
+        assert run("-q", "profile", fast.artifact, "--device", "galaxy-s25", "--layers", "head", "--db", path) == 2
+        err = capsys.readouterr().err
+        assert str(path.name) in err and "internal" not in err and len(err.splitlines()) == 1
+    assert not fast.server.models
 
 
 def test_the_residual_stream_counts_as_one_tensor() -> None:
