@@ -43,6 +43,8 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @click.option("--stages", is_flag=True, help="All stages of the export side by side; ARTIFACT may be a folder of them.")
 @click.option("--against", type=click.Choice(STAGES), help="With --stages: hold what follows this stage against it.")
 @click.option("--layers", is_flag=True, help="With --stages: every layer's cache entries.")
+@click.option("--blocks", is_flag=True, help="Every layer and the head by itself against ONNX Runtime, over one chunk: "
+              "needs the memory of one block.")  # fmt: skip
 @click.option("--drift", is_flag=True, help="Generate --tokens (default: 300): does it leave the original in time?")
 @click.option("--positions", is_flag=True, help="Show every position and every cache.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the result as one HTML file too.")
@@ -52,8 +54,8 @@ def parse_finite(context: click.Context, parameter: click.Parameter, value: floa
 @as_json
 @common
 @click.pass_context
-def parity(context: click.Context, artifact: Path | None, html: Path | None, windows: Any, update_baseline: bool,
-           only: tuple[str, ...], **options: Any) -> int:  # fmt: skip
+def parity(context: click.Context, artifact: Path | None, html: Path | None, windows: Any, blocks: bool,
+           update_baseline: bool, only: tuple[str, ...], **options: Any) -> int:  # fmt: skip
     """Compare ARTIFACT with the original: SNR, tokens, caches, windows. Leaves with 1 when it fails.
 
     Without ARTIFACT it is the gate: tiny models of every recipe through precisions and engines, against thresholds
@@ -69,6 +71,13 @@ def parity(context: click.Context, artifact: Path | None, html: Path | None, win
         return gate(update_baseline, only, options["json_"])
     if update_baseline or only:
         raise RingstepError("--update-baseline and --only are about the gate; leave the artifact out")
+    if blocks:
+        default = click.core.ParameterSource.DEFAULT
+        for name in context.params:
+            known = name in ("artifact", "blocks", "engine", "json_", "quiet", "verbose")
+            if not known and context.get_parameter_source(name) is not default:
+                raise RingstepError(f"--blocks: takes --engine and --json, not --{name.replace('_', '-')}")
+        return run_blocks(artifact, options["engine"] or "qnn-sim", options["json_"])
     from exporters.parity_runs import Asked, golden_reports, run_more
 
     asked = Asked(artifact, **options)
@@ -93,6 +102,20 @@ def parity(context: click.Context, artifact: Path | None, html: Path | None, win
         if asked.positions:
             print_positions(reports[0])
     return 0 if all(r["summary"]["passed"] for r in reports) else console.GATE_FAILED
+
+
+def run_blocks(artifact: Path, engine: str, json_: bool) -> int:
+    """Every block by itself, over the artifact's largest chunk."""
+    from exporters.block_parity import block_parity, print_blocks
+    from ringstep.contract import StepSpec
+
+    if engine == "executorch":
+        raise RingstepError("--blocks: ort or qnn-sim; a .pte is one program")
+    spec = StepSpec.load(artifact)
+    with console.progress("each block by itself", len(spec.caches) + 1) as tick:
+        report = block_parity(artifact, engine, max(graph.n for graph in spec.graphs), tick)
+    (console.print_json if json_ else print_blocks)(report)
+    return 0 if report["passed"] else console.GATE_FAILED
 
 
 def engine_reports(asked: Any, windows: Any) -> list[dict[str, Any]]:
