@@ -8,7 +8,6 @@ from typing import Any
 from ringstep.contract import DTYPE_BYTES, CacheSpec, StepSpec
 from ringstep.devices import load_devices
 from ringstep.manifest import Manifest
-from sanitize.rules.memory import OVERHEAD
 
 CONTEXTS = (1024, 4096, 8192, 32768, 131072, 1048576)
 USABLE = 0.5  # of a phone's memory: a rule of thumb, since system and other apps hold the rest
@@ -41,6 +40,8 @@ def fixed_bytes(spec: StepSpec, manifest: Manifest) -> dict[str, Any]:
     A loaded context binary takes its file's size and what the compiler's own estimate adds to the weights; decode and
     prefill are binaries of their own, each with its copy. Without binaries the weight files stand for them.
     """
+    from sanitize.rules.memory import OVERHEAD
+
     sizes = {path: output.bytes for record in manifest.stages.values() for path, output in record.outputs.items()}
     binaries = [size for path, size in sizes.items() if path.startswith("qnn/") and path.endswith(".bin")]
     table = spec.embedding.file if spec.embedding else ""

@@ -29,7 +29,7 @@ def offered(*words: str) -> list[str]:
     [
         (["exp"], ["plain,export"]),
         (["export", "smol"], ["plain,smollm2-135m", "file,smol"]),
-        (["export", "x", "--device", "qrd-8-gen"], ["plain,qrd-8-gen-2", "plain,qrd-8-gen-3"]),
+        (["export", "x", "--device", "qrd-8-gen-"], ["plain,qrd-8-gen-1", "plain,qrd-8-gen-2", "plain,qrd-8-gen-3"]),
         (["export", "x", "--precision", "w8"], ["plain,w8a16"]),
         (["quantize", "x", "--scheme", "w8"], ["plain,w8a16", "file,w8"]),
         (["quantize", "x", "--format", "gptq,mat"], ["plain,gptq,matmulnbits"]),

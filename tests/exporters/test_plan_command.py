@@ -141,7 +141,7 @@ def test_a_measured_step_of_failed_parity_meets_nothing(model: str, tmp_path: Pa
     args = (model, "--device", "galaxy-s25", "--precision", "w4a16", "--context", "1024", "--db",
             str(tmp_path / "some.db"), "--target-tokens-per-second", "35")  # fmt: skip
     first, second = run_json(capsys, *args, code=1)
-    assert first["meets_target"] == "no" and first["impossible"] == "measured, but its parity failed"
+    assert first["meets_target"] == "no" and "its parity is failed" in first["impossible"]
     assert second["meets_target"] == "perhaps"
 
 
