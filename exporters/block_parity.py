@@ -17,13 +17,15 @@ from exporters.cut import part_specs
 from exporters.onnx import graph_file, load_model
 from exporters.prove import proof_ids
 from exporters.surgery import OrtGraph, extract, open_graph, workshop
-from ringstep import console
+from ringstep import child, console
 from ringstep.contract import PartSpec, StepSpec
 from ringstep.devices import find_device
 from ringstep.encoding import open_prefix, open_table
 from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError
 from ringstep.session import DecodeSession
+
+TIMEOUT_SECONDS = 1800.0
 
 
 class Fed:
@@ -65,8 +67,8 @@ def block_parity(folder: Path, engine: str, n: int, tick: Callable[[float], Any]
     with workshop(folder) as place:
         for index, part in enumerate(parts):
             path = write_block(model, part, place(f"block{index}"))
-            truth = run_alone(path, pool)
             feeds = {name: pool[name] for name in part.inputs}
+            truth = run_alone(path, feeds)
             opened = open_graph(path, soc) if soc is not None else OrtGraph(path, path.name, optimised=False)
             try:
                 have = opened.run(feeds)
@@ -106,12 +108,15 @@ def write_block(model: Any, part: PartSpec, path: Path) -> Path:
 
 
 def run_alone(path: Path, pool: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A block's outputs on ONNX Runtime, which is gone afterwards."""
-    graph = OrtGraph(path, path.name)
-    try:
-        return graph.run(pool)
-    finally:
-        graph.close()
+    """A block's outputs on ONNX Runtime, in a process of its own: what a head of full size takes is given back."""
+    found: dict[str, np.ndarray] = child.run(f"{path.name} on ONNX Runtime", run_file, path, pool,
+                                             timeout_s=TIMEOUT_SECONDS).value  # fmt: skip
+    return found
+
+
+def run_file(path: Path, pool: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Runs in the child."""
+    return OrtGraph(path, path.name).run(pool)
 
 
 def print_blocks(report: dict[str, Any]) -> None:
