@@ -87,11 +87,12 @@ def either(made: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 class Exposed:
-    """An engine of DecodeSession that keeps tensors from inside of every step."""
+    """An engine of DecodeSession that keeps tensors from inside of every step, or of those made while `keep` is set."""
 
     def __init__(self, name: str, graphs: Sequence[Graph], kept: Sequence[str]) -> None:
         self.name, self.graphs, self.names = name, graphs, kept
         self.kept: list[Tensors] = []
+        self.keep = True
 
     def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
         pool: Tensors = dict(inputs)
@@ -99,7 +100,8 @@ class Exposed:
             pool |= graph.run(pool)
         for name, array in outputs.items():
             array[...] = pool[name]
-        self.kept.append({name: pool[name].copy() for name in self.names if name in pool})
+        if self.keep:
+            self.kept.append({name: pool[name].copy() for name in self.names if name in pool})
 
     def close(self) -> None:
         for graph in self.graphs:

@@ -18,7 +18,6 @@ import numpy as np
 from exporters.stages import versions
 from ringstep import console
 from ringstep.contract import GraphSpec, PartSpec, StepSpec
-from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.manifest import Manifest, StageRecord, run_stage
 
@@ -164,6 +163,7 @@ def run_parts(
     from exporters.onnx import graph_file, load_model
     from exporters.prove import proof_ids
     from exporters.surgery import OrtGraph, expose, workshop
+    from exporters.tapped import Exposed
     from ringstep.encoding import open_prefix, open_table
     from ringstep.session import DecodeSession
 
@@ -178,7 +178,7 @@ def run_parts(
         model = load_model(folder / "onnx" / graph_file(n))
         expose(model, names)
         ir.save(model, place("samples"))
-        engine = Sampler(OrtGraph(place("samples"), graph_file(n)), names)
+        engine = Exposed("ort", [OrtGraph(place("samples"), graph_file(n))], names)
         alone = dataclasses.replace(spec, graphs=(graph,))
         with DecodeSession(alone, engine, open_table(folder, spec), open_prefix(folder, spec)) as session:
             for call in range(calls):
@@ -189,26 +189,6 @@ def run_parts(
     pick = lambda kept, own: {name: kept[name] for name in own}
     return {part.name: [(pick(kept, part.io.inputs), pick(kept, part.io.outputs)) for kept in engine.kept]
             for part in parts}  # fmt: skip
-
-
-class Sampler:
-    """An engine of DecodeSession that keeps some tensors of the calls made while `keep` is set."""
-
-    name = "ort"
-
-    def __init__(self, graph: Any, names: Sequence[str]) -> None:
-        self.graph, self.names, self.keep = graph, names, False
-        self.kept: list[dict[str, np.ndarray]] = []
-
-    def run(self, n: int, inputs: Arrays, outputs: Arrays) -> None:
-        pool = dict(inputs) | self.graph.run(inputs)
-        for name, array in outputs.items():
-            array[...] = pool[name]
-        if self.keep:
-            self.kept.append({name: pool[name].copy() for name in self.names})
-
-    def close(self) -> None:
-        self.graph.close()
 
 
 def stage(
