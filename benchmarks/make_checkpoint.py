@@ -31,7 +31,7 @@ ROWS_BYTES = 32_000_000  # of float32, at a time
 SPREAD = 0.25  # of the logarithm of a row's scale
 OUTLIERS, OUTLIER_SCALE = 4, 8.0  # input channels of every matrix
 EMBEDDING_STD = 0.02
-SINK_ID, SINK_VALUE, COMMON_VALUE = 0, 400.0, 0.5
+SINK_ID, SINK_VALUE, COMMON_VALUE = 0, 4000.0, 0.5
 
 SPARK = json.loads((ROOT / "tests" / "data" / "spark2_5_tiny" / "config.json").read_text()) | {
     "dtype": "bfloat16", "vocab_size": 131072, "head_dim": 256, "sliding_window": 512}  # fmt: skip
