@@ -65,6 +65,52 @@ def test_layers_on_the_phone_say_what_the_reference_says(artifact: Path, capsys:
     assert [r["jobs"] for r in again] == [r["jobs"] for r in first], "nothing is submitted a second time"
 
 
+def noted(artifact: Path) -> dict[str, Any]:
+    jobs: dict[str, Any] = json.loads((artifact / "manifest.json").read_text())["aihub"]["jobs"]
+    return jobs
+
+
+def test_interrupted_while_it_waits_and_taken_up(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringstep.profiling import jobs
+
+    asked = ("-q", "profile", artifact, "--device", DEVICE, "--layers", "head", "--again", "--db", artifact / "p.db")
+    poll = jobs.poll
+    monkeypatch.setattr(jobs, "poll", lambda hub, job: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert run(*asked) == 2
+    before = {job["id"] for job in noted(artifact).values()}
+    monkeypatch.setattr(jobs, "poll", poll)
+    assert run("-q", "jobs", "resume", artifact) == 0
+    assert {job["id"] for job in noted(artifact).values()} == before, "nothing is submitted a second time"
+
+
+def test_a_lost_answer_makes_no_second_job(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringstep.profiling import jobs
+    from ringstep.profiling.hub import Unreachable
+
+    send, lost = jobs.send, []
+
+    def losing(hub: Any, job: Any) -> Any:
+        made = send(hub, job)
+        if not lost:
+            lost.append(made.job_id)
+            raise Unreachable("the answer is lost")
+        return made
+
+    monkeypatch.setattr(jobs, "send", losing)
+    asked = ("-q", "profile", artifact, "--device", DEVICE, "--layers", "head", "--again", "--db", artifact / "p.db")
+    assert run(*asked) == 0
+    assert lost[0] in {job["id"] for job in noted(artifact).values()}, "found by its name"
+
+
+def test_a_baseline_of_the_phone_passes_its_own_gate(artifact: Path) -> None:
+    baseline = artifact / "baseline.json"
+    gate = ("-q", "profiles", "gate", "--db", artifact / "p.db", "--baseline", baseline)
+    assert run(*gate, "--update-baseline") == 0
+    asked = ("--device", DEVICE, "--layers", "head", "--again", "--db", artifact / "p.db")
+    assert run("-q", "profile", artifact, *asked) == 0
+    assert run(*gate, "--max-rise", "50") == 0
+
+
 def test_the_service_compiles_links_and_shares(artifact: Path, capsys: Any) -> None:
     asked = ("profile", artifact, "--device", DEVICE, "--compile", "hub", "--db", artifact / "p.db")
     step, prefill = results(capsys, 0, *asked)
