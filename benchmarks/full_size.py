@@ -55,9 +55,10 @@ bits = 16
 def checkpoint(name: str, layers: int | None, home: Path) -> Path:
     """The made-up checkpoint, made on first use."""
     folder = home / "checkpoint"
-    wanted = json.dumps(config_of(name, layers), indent=1) + "\n"
-    if not (folder / "config.json").is_file() or (folder / "config.json").read_text() != wanted:
-        command = [sys.executable, ROOT / "benchmarks" / "make_checkpoint.py", name, folder]
+    wanted, path = json.dumps(config_of(name, layers), indent=1) + "\n", folder / "config.json"
+    maker = ROOT / "benchmarks" / "make_checkpoint.py"
+    if not path.is_file() or path.read_text() != wanted or path.stat().st_mtime < maker.stat().st_mtime:
+        command = [sys.executable, maker, name, folder]
         subprocess.run([*command, *(["--layers", str(layers)] if layers else [])], check=True, stdout=sys.stderr)
     return folder
 
