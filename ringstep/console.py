@@ -77,14 +77,14 @@ def progress(description: str, total: float | None = None) -> Iterator[Callable[
 
 
 @contextmanager
-def board() -> Iterator[Callable[[str, str], None]]:
-    """Lines on stderr that change in place; yields a function (name, text) that sets one, "" takes it away.
+def board(description: str) -> Iterator[Callable[[str, str], None]]:
+    """Lines on stderr that change in place, under a first one; yields a function (name, text) that sets one.
 
     Where stderr is no terminal, every new text is a line. Nothing with --quiet.
     """
     shown: dict[str, str] = {}
     tasks: dict[str, Any] = {}
-    with progress("waiting for AI Hub"):
+    with progress(description):
         live = _live
 
         def show(name: str, text: str) -> None:
@@ -92,14 +92,10 @@ def board() -> Iterator[Callable[[str, str], None]]:
                 return
             shown[name] = text
             if live is None:
-                if text:
-                    say(f"{name}: {text}")
-                return
-            if name in tasks and not text:
-                live.remove_task(tasks.pop(name))
+                say(f"{name}: {text}")
             elif name in tasks:
                 live.update(tasks[name], description=_one_line(f"{name}: {text}"))
-            elif text:
+            else:
                 tasks[name] = live.add_task(_one_line(f"{name}: {text}"), total=None)
 
         yield show

@@ -10,6 +10,7 @@ import click
 
 from ringstep import completion, console
 from ringstep.options import as_json, common
+from ringstep.profiling.command import db_option
 
 if TYPE_CHECKING:
     from exporters.aihub.plan import Request
@@ -38,8 +39,7 @@ def sending_options(command: Any) -> Any:
                      help="Runs of each sample on the phone."),
         click.option("--again", is_flag=True, help="Measure anew what was measured or has failed before."),
         click.option("--dry-run", is_flag=True, help="Say what would be sent and how big it is; send nothing."),
-        click.option("--db", type=click.Path(path_type=Path), default=Path("artifacts/profiles.db"), show_default=True,
-                     help="The profile store."),
+        db_option,
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -94,7 +94,7 @@ def send(artifact: Path, request: Request, again: bool, dry_run: bool, json_: bo
     from exporters.aihub.parts import opened
     from exporters.aihub.plan import next_repeat, plan
     from exporters.aihub.run import carry_out
-    from exporters.aihub.show import lint_of, plain, print_placement, print_results, print_sending, sending
+    from exporters.aihub.show import lint_of, print_placement, print_results, print_sending, report, sending
     from ringstep.contract import StepSpec
     from ringstep.profiling.ledger import Ledger, is_past
 
@@ -114,9 +114,4 @@ def send(artifact: Path, request: Request, again: bool, dry_run: bool, json_: bo
                 print_sending(planned, entries)
             return 0
         results = carry_out(manifest, request)
-    if json_:
-        console.print_json(plain(results))
-    else:
-        (print_placement if table == "place" else print_results)(results)
-    good = all(r["profile"] is not None and r["profile"].parity == "passed" for r in results)
-    return 0 if good else console.GATE_FAILED
+    return report(results, json_, print_placement if table == "place" else print_results)

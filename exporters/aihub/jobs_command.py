@@ -74,7 +74,7 @@ def resume(artifact: Path, db: Path | None, json_: bool) -> int:
     from exporters.aihub.plan import read_request
     from exporters.aihub.run import UNFETCHED, carry_out, take_leave
     from exporters.aihub.run import results as home_of
-    from exporters.aihub.show import plain, print_results
+    from exporters.aihub.show import print_results, report
     from ringstep.profiling.hub import open_client
     from ringstep.profiling.ledger import Ledger
 
@@ -85,8 +85,9 @@ def resume(artifact: Path, db: Path | None, json_: bool) -> int:
         for body in requests:
             try:
                 request = read_request(body, f"{artifact / 'manifest.json'}: aihub.requests")
-                results += carry_out(manifest, dataclasses.replace(request, db=str(db)) if db else request)
-                if db and not any(result["state"] == UNFETCHED for result in results):
+                own = carry_out(manifest, dataclasses.replace(request, db=str(db)) if db else request)
+                results += own
+                if db and not any(result["state"] == UNFETCHED for result in own):
                     Ledger(manifest).conclude(body)
             except RingstepError as error:
                 failed.append(error)  # one request that cannot go on must not keep the others
@@ -96,15 +97,11 @@ def resume(artifact: Path, db: Path | None, json_: bool) -> int:
                             f"in {home_of(manifest.folder, job)}, not in the store")  # fmt: skip
     if not requests:
         console.say("nothing is left to do: every request has come to its end")
-    if json_:
-        console.print_json(plain(results))
-    elif results:
-        print_results(results)
+    code = report(results, json_, print_results if results else lambda _: None)
     if failed:
         more = f" (and {len(failed) - 1} more of {len(requests)} requests)" if len(failed) > 1 else ""
         raise RingstepError(f"{failed[0]}{more}")
-    good = all(r["profile"] is not None and r["profile"].parity == "passed" for r in results)
-    return 0 if good else console.GATE_FAILED
+    return code
 
 
 @jobs.command()

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,6 +22,7 @@ from ringstep.manifest import Manifest
 from ringstep.profiling.jobs import Content
 from ringstep.profiling.ledger import TAG, Job, Ledger, key_of, now
 from ringstep.profiling.profile import Place, Subject
+from ringstep.profiling.store import DEFAULT
 
 NPU = "qnn:npu"
 TARGETS = (NPU, "tflite:gpu", "tflite:cpu", "onnx:gpu", "onnx:cpu", "onnx:npu")
@@ -42,7 +43,7 @@ class Request:
     iterations: int = DEFAULT_ITERATIONS
     compile: Literal["here", "hub"] = "here"
     """Who makes the NPU's binary: Qualcomm's compiler on this machine, or the service from the ONNX source."""
-    db: str = "artifacts/profiles.db"
+    db: str = str(DEFAULT)
     """The profile store."""
     repeat: int = 0
     """More for every time that the same is measured again."""
@@ -75,7 +76,6 @@ class Planned:
     chains: list[Chain]
     contents: dict[str, Content]
     samples: dict[str, list[tuple[Any, Any]]]
-    sizes: dict[str, int] = field(default_factory=dict)
 
 
 def plan(manifest: Manifest, spec: StepSpec, request: Request) -> Planned:

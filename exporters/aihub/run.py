@@ -43,7 +43,7 @@ def carry_out(manifest: Manifest, request: Request) -> list[dict[str, Any]]:
     ledger.ask(as_json(request))  # not before: what cannot be planned is no request to go on with
     hub = Hub(client, ledger, planned.contents)
     with scratch(manifest.folder):
-        with console.board() as show:
+        with console.board("waiting for AI Hub") as show:
             drive(hub, [chain.jobs for chain in planned.chains], lambda: tell(ledger, planned.chains, show))
         found = [conclude(hub, spec, planned, chain, database) for chain in planned.chains]
     if all(result["state"] != UNFETCHED for result in found):

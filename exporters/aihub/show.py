@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ringstep import console
@@ -51,6 +52,16 @@ def say_made_up(results: list[dict[str, Any]]) -> None:
 def whole(profile: Profile) -> bool:
     """Whether it is of a step, not of one layer of it."""
     return profile.subject.part.startswith(("step", "prefill"))
+
+
+def report(results: list[dict[str, Any]], json_: bool, show: Callable[[list[dict[str, Any]]], None]) -> int:
+    """Print results by `show`, or as JSON; the exit code: 0 where every one is a latency with parity."""
+    if json_:
+        console.print_json(plain(results))
+    else:
+        show(results)
+    good = all(r["profile"] is not None and r["profile"].parity == "passed" for r in results)
+    return 0 if good else console.GATE_FAILED
 
 
 def print_trouble(r: dict[str, Any]) -> None:

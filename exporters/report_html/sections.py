@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exporters.inspect import ranges
-from exporters.memory import CONTEXTS, fixed_bytes, kv_bytes, kv_table, on_devices
+from exporters.memory import CONTEXTS, fixed_bytes, kv_table, on_devices
 from exporters.report_html import charts
 from exporters.report_html.measured import strings
 from exporters.report_html.parts import Cell, Section, count, figure, plain, seconds, size, table
@@ -44,9 +44,8 @@ def memory(artifact: Artifact) -> Section:
     if spec is None:
         section.missing.append(("KV memory by context", "ringstep export MODEL --out {target}"))
         return section
-    at = sorted({spec.context, *CONTEXTS})
-    hybrid = [float(kv_bytes(spec.caches, c, False)) for c in at]
-    flat = [float(kv_bytes(spec.caches, c, True)) for c in at]
+    by_context = kv_table(spec)
+    at, hybrid, flat = ([row[name] for row in by_context] for name in ("context", "hybrid", "flat"))
     windows = sorted({c.window for c in spec.caches if c.window is not None})
     if windows:
         count_windows = sum(c.window is not None for c in spec.caches)
@@ -67,7 +66,7 @@ def memory(artifact: Artifact) -> Section:
             for c, h, f in zip(at, hybrid, flat, strict=True)]  # fmt: skip
     section.tables.append(table("By context", ["context", "as exported", "every layer full", "saved"], rows))
     rows = [[count(k["context"]), size(k["hybrid_16bit"]), size(k["flat_16bit"]), size(k["hybrid_8bit"]),
-             size(k["flat_8bit"])] for k in kv_table(spec)]  # fmt: skip
+             size(k["flat_8bit"])] for k in by_context]  # fmt: skip
     columns = ["context", "16 bit", "16 bit, every layer full", "8 bit", "8 bit, every layer full"]
     section.tables.append(table("By context and bits of an element", columns, rows))
     if artifact.manifest is not None:

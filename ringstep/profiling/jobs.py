@@ -14,7 +14,7 @@ import json
 import shutil
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -59,6 +59,8 @@ class Hub:
     """By content hash."""
     checked: set[str] = field(default_factory=set)
     """Uploads that are known to be there still."""
+    handles: dict[str, Any] = field(default_factory=dict)
+    """The client's objects of jobs by id: each is asked for once, then for its status alone."""
 
 
 def patiently(what: str, call: Callable[[], _T], patience: float | None = None) -> _T:
@@ -178,14 +180,17 @@ def send(hub: Hub, job: Job) -> Any:
 
 def submitted(hub: Hub, job: Job) -> str:
     """The id of a job of this name at the service, "" for none."""
+    listed = newest_first(lambda offset: hub.client.get_job_summaries(offset=offset, limit=PAGE))
+    return next((str(summary.job_id) for summary in listed if summary.name == job.name), "")
+
+
+def newest_first(fetch: Callable[[int], Sequence[Any]]) -> Iterator[Any]:
+    """What the service lists, a page at a time from an offset, as far back as a name is looked for."""
     for page in range(PAGES):
-        found = hub.client.get_job_summaries(offset=page * PAGE, limit=PAGE)
-        for summary in found:
-            if summary.name == job.name:
-                return str(summary.job_id)
+        found = fetch(page * PAGE)
+        yield from found
         if len(found) < PAGE:
-            break
-    return ""
+            return
 
 
 def needs_upload(hub: Hub, job: Job) -> None:
@@ -256,24 +261,30 @@ def uploaded(hub: Hub, record: Upload) -> tuple[str, str] | None:
     """The id and expiry of a whole upload of this name at the service."""
     from qai_hub import public_rest_api as rest
 
-    for page in range(PAGES):
-        config, offset = hub.client.config, page * PAGE
-        entries: Any = (rest.get_model_list(config, offset=offset, limit=PAGE).models if record.kind == "model"
-                        else rest.get_dataset_list(config, offset=offset, limit=PAGE).datasets)  # fmt: skip
-        for entry in entries:
-            if entry.name == record.name and entry.file_upload_complete:
-                if record.kind == "model":
-                    return entry.model_id, ""
-                return entry.dataset_id, expiry(hub.client.get_dataset(entry.dataset_id))
-        if len(entries) < PAGE:
-            break
+    config = hub.client.config
+    lists: dict[str, Callable[[int], Any]] = {
+        "model": lambda offset: rest.get_model_list(config, offset=offset, limit=PAGE).models,
+        "dataset": lambda offset: rest.get_dataset_list(config, offset=offset, limit=PAGE).datasets,
+    }
+    for entry in newest_first(lists[record.kind]):
+        if entry.name == record.name and entry.file_upload_complete:
+            if record.kind == "model":
+                return entry.model_id, ""
+            return entry.dataset_id, expiry(hub.client.get_dataset(entry.dataset_id))
     return None
+
+
+def handle_of(hub: Hub, job: Job, patience: float | None = None) -> Any:
+    """The client's object of a submitted job. Raises RingstepError."""
+    if job.id not in hub.handles:
+        hub.handles[job.id] = patiently(f"job {job.id}", lambda: hub.client.get_job(job.id), patience)
+    return hub.handles[job.id]
 
 
 def poll(hub: Hub, job: Job) -> bool:
     """Ask the service how a submitted job is; whether that has changed. Raises RingstepError."""
     try:
-        handle = patiently(f"job {job.id}", lambda: hub.client.get_job(job.id))
+        handle = handle_of(hub, job)
         status = patiently(f"job {job.id}", handle.get_status)
     except Gone as error:
         job.state, job.reason, job.finished = "failed", f"AI Hub does not know it any more: {error}", now()
@@ -305,7 +316,7 @@ def fetch(hub: Hub, job: Job, folder: Path, patience: float | None = None) -> No
     if is_whole(folder, job.kind == "inference" and job.state == "done"):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    handle = patiently(f"job {job.id}", lambda: hub.client.get_job(job.id), patience)
+    handle = handle_of(hub, job, patience)
     with new_folder(folder, PROFILE) as home:
         profile: Any = {}
         if job.kind == "inference" and job.state == "done":
@@ -316,7 +327,7 @@ def fetch(hub: Hub, job: Job, folder: Path, patience: float | None = None) -> No
                 np.savez(stream, **arrays)
         try:
             with translated("its log"):  # not again and again: the client has tried seven times by then
-                download_logs(hub.client, job.id, home / "logs")
+                download_logs(hub.client, handle, home / "logs")
         except RingstepError as error:  # a result without its log is still a result
             shutil.rmtree(home / "logs", ignore_errors=True)
             console.warn(f"job {job.id}: no log: {error}")
@@ -332,16 +343,16 @@ def is_whole(folder: Path, outputs: bool) -> bool:
         return False
 
 
-def download_logs(client: Any, ident: str, folder: Path) -> None:
+def download_logs(client: Any, handle: Any, folder: Path) -> None:
     """A job's logs under names of our own: the client would write wherever the service's names lead."""
     from qai_hub import JobArtifactType, api_utils, public_rest_api, s3_transfer
 
     folder.mkdir(parents=True)
-    available = client.get_job(ident).get_available_artifacts()
+    available = handle.get_available_artifacts()
     for kind in (JobArtifactType.DEVICE_LOG, JobArtifactType.HUB_LOG):
         if kind not in available:
             continue
-        listed = public_rest_api.download_job_artifacts_info(client.config, ident, kind.value).artifacts
+        listed = public_rest_api.download_job_artifacts_info(client.config, handle.job_id, kind.value).artifacts
         for index, entry in enumerate(listed):
             name = f"{kind.name.lower()}-{index}.log"
             if entry.HasField("credentials"):
