@@ -116,7 +116,29 @@ def open_optimum_executorch(folder: str, threads: int, context: int) -> Loop:
     return start, lambda token: advance([token])
 
 
+def open_executorch(folder: str, threads: int, context: int) -> Loop:
+    """The .pte of ExecuTorch's own Llama flow: ids [1, n] and the first one's position [1], the caches inside."""
+    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  its attention and cache operators
+    import torch
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+
+    module = _load_for_executorch(str(next(Path(folder).rglob("*.pte"))))
+    state = {"seen": 0}
+
+    def advance(ids: list[int]) -> int:
+        begin = state["seen"]
+        state["seen"] += len(ids)
+        return int(module.forward((torch.tensor([ids]), torch.tensor([begin])))[0].reshape(-1).argmax())
+
+    def start(ids: list[int]) -> int:
+        state["seen"] = 0
+        return advance(ids)
+
+    return start, lambda token: advance([token])
+
+
 TOOLS = {
+    "executorch": (open_executorch, "executorch"),
     "ringstep-executorch": (partial(open_ringstep, engine="executorch"), "executorch"),
     "optimum-executorch": (open_optimum_executorch, "optimum-executorch"),
     "ringstep": (open_ringstep, "ringstep"),

@@ -1,7 +1,7 @@
 """A model of real size through the whole line: wall time and peak memory of every step, each a fresh process.
 
-    python benchmarks/full_size.py spark2_5-1.7b               all steps, an hour on two cores
-    python benchmarks/full_size.py spark2_5-1.7b --layers 4    the same for four layers, two minutes
+    python benchmarks/full_size.py spark2_5-1.7b                                all steps, half an hour on two cores
+    python benchmarks/full_size.py spark2_5-1.7b --set num_hidden_layers=4      the same for four layers
     python benchmarks/full_size.py spark2_5-1.7b --steps fp16 nearest
 
     checkpoint   made up, of the real size (make_checkpoint.py)
@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from make_checkpoint import CONFIGS, config_of
+from make_checkpoint import CONFIGS, config_of, sizes_of
 from measure import BUILD, ROOT, machine, run, size_bytes
 
 from ringstep import console
@@ -52,21 +52,21 @@ bits = 16
 """
 
 
-def checkpoint(name: str, layers: int | None, home: Path) -> Path:
+def checkpoint(name: str, sizes: dict[str, int], home: Path) -> Path:
     """The made-up checkpoint, made on first use."""
     folder = home / "checkpoint"
-    wanted, path = json.dumps(config_of(name, layers), indent=1) + "\n", folder / "config.json"
+    wanted, path = json.dumps(config_of(name, sizes), indent=1) + "\n", folder / "config.json"
     maker = ROOT / "benchmarks" / "make_checkpoint.py"
     if not path.is_file() or path.read_text() != wanted or path.stat().st_mtime < maker.stat().st_mtime:
-        command = [sys.executable, maker, name, folder]
-        subprocess.run([*command, *(["--layers", str(layers)] if layers else [])], check=True, stdout=sys.stderr)
+        words = [f"{size}={number}" for size, number in sizes.items()]
+        subprocess.run([sys.executable, maker, name, folder, "--set", *words], check=True, stdout=sys.stderr)
     return folder
 
 
-def commands(model: Path, home: Path) -> dict[str, tuple[Path, list[str | Path]]]:
+def commands(model: Path, home: Path, context: int) -> dict[str, tuple[Path, list[str | Path]]]:
     """For each step the folder it writes and its command."""
     ringstep = [Path(sys.executable).parent / "ringstep"]
-    size = ["--context", str(CONTEXT), "--chunk", str(CHUNK), "--no-parity"]
+    size = ["--context", str(context), "--chunk", str(CHUNK), "--no-parity"]
     quantised = ["--device", "galaxy-s25", "--calibration-tokens", str(TOKENS), *size]
     found: dict[str, tuple[Path, list[str | Path]]] = {}
     fp16 = home / "fp16"
@@ -93,10 +93,10 @@ def stages(out: Path, before: dict[str, Any]) -> list[dict[str, Any]]:
             for name, s in now.items() if s != before.get(name)]  # fmt: skip
 
 
-def measure(name: str, layers: int | None, steps: list[str], home: Path) -> dict[str, Any]:
+def measure(name: str, sizes: dict[str, int], context: int, steps: list[str], home: Path) -> dict[str, Any]:
     """Run the steps in order; a step's folder is removed first, but for those that go on in another's."""
-    model = checkpoint(name, layers, home)
-    todo, rows = commands(model, home), []
+    model = checkpoint(name, sizes, home)
+    todo, rows = commands(model, home, context), []
     shutil.rmtree(home / "copy", ignore_errors=True)
     copied = run(["cp", "-r", "--reflink=never", model, home / "copy"], home / "copy.log")
     shutil.rmtree(home / "copy")
@@ -111,7 +111,7 @@ def measure(name: str, layers: int | None, steps: list[str], home: Path) -> dict
         took = run(["env", f"XDG_CACHE_HOME={home / 'cache'}", *command], home / f"{step}.log")
         rows.append({"step": step, **asdict(took), "disk_bytes": size_bytes(out), "stages": stages(out, before)})
         console.say(f"{step}: {console.human_seconds(took.seconds)}, {console.human_bytes(took.anon_bytes)} RssAnon")
-    return {"model": name, "layers": layers or CONFIGS[name]["num_hidden_layers"], "context": CONTEXT, "chunk": CHUNK,
+    return {"model": name, "sizes": sizes, "context": context, "chunk": CHUNK,
             "checkpoint_bytes": size_bytes(model), "copy_seconds": copied.seconds, "steps": rows,
             "machine": machine()}  # fmt: skip
 
@@ -127,7 +127,8 @@ def show(result: dict[str, Any]) -> None:
                   console.human_bytes(s["peak_rss_anon_bytes"]), "", console.human_bytes(s["bytes"]))
                  for s in step["stages"]]  # fmt: skip
     size, copied = console.human_bytes(result["checkpoint_bytes"]), console.human_seconds(result["copy_seconds"])
-    console.line(f"{result['model']}, {result['layers']} layers, {size}; cp takes {copied}")
+    sizes = "".join(f", {name} {number}" for name, number in result["sizes"].items())
+    console.line(f"{result['model']}{sizes}, context {result['context']}, {size}; cp takes {copied}")
     console.table("", ["step", "wall", "CPU", "RssAnon", "max RSS", "written"], rows)
 
 
@@ -135,14 +136,15 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=CONFIGS)
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens that the caches hold")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--home", type=Path, default=None, help="where all is written; default: build/full-size/MODEL")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    suffix = f"-{args.layers}" if args.layers else ""
+    suffix = "".join(f"-{word}" for word in args.set)
     home = (args.home or BUILD / "full-size" / f"{args.model}{suffix}").resolve()
-    result = measure(args.model, args.layers, args.steps, home)
+    result = measure(args.model, sizes_of(args.set), args.context, args.steps, home)
     (home / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
         console.print_json(result)

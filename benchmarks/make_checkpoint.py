@@ -1,6 +1,7 @@
 """A checkpoint of a real model's size with made-up weights: sharded bf16 safetensors, seeded, streamed.
 
     python benchmarks/make_checkpoint.py spark2_5-1.7b build/spark-1.7b
+    python benchmarks/make_checkpoint.py spark2_5-1.7b build/spark-4-layers --set num_hidden_layers=4
 
 Config, tensor names and shapes are the real model's. The weights say nothing, but their statistics are like those of
 trained ones where it matters for quantisation: rows of different spread, a few input channels an order of magnitude
@@ -59,11 +60,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
-    """The config of a model, with its first `layers` layers only."""
-    config = dict(CONFIGS[name])
-    count = layers or config["num_hidden_layers"]
-    config["num_hidden_layers"] = count
+def config_of(name: str, sizes: dict[str, int]) -> dict[str, Any]:
+    """The config of a model, some of its sizes changed: {"num_hidden_layers": 4} keeps the first four layers."""
+    config = CONFIGS[name] | sizes
+    if unknown := sizes.keys() - CONFIGS[name].keys():
+        sys.exit(f"{name} has no size {', '.join(sorted(unknown))}")
+    count = config["num_hidden_layers"]
     if config["model_type"] == "spark2_5":
         config["layer_types"] = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(count)]
     return config
@@ -82,7 +84,8 @@ def make(config: dict[str, Any], folder: Path) -> int:
     (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     write_tokenizer(temporary)
     shards = list(split(shapes))
-    places, total = {}, 0
+    places: dict[str, str] = {}
+    total = 0
     for index, names in enumerate(shards, 1):
         file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         total += write_shard(temporary / file, {name: shapes[name] for name in names}, config)
@@ -176,14 +179,25 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def sizes_of(words: list[str]) -> dict[str, int]:
+    """Sizes of the command line, "hidden_size=1024"."""
+    found = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        if not number.isdigit() or not int(number):
+            sys.exit(f"{word}: a size is written NAME=NUMBER, such as num_hidden_layers=4")
+        found[name] = int(number)
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=CONFIGS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, help="the first so many layers only")
+    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
     args = parser.parse_args()
-    total = make(config_of(args.model, args.layers), args.folder)
+    total = make(config_of(args.model, sizes_of(args.set)), args.folder)
     print(f"{args.folder}: {total / 1e9:.2f} GB")
 
 

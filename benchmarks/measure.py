@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +37,20 @@ class Run:
     """ru_maxrss: the kernel's exact peak RSS of the largest single process; mapped files count."""
 
 
-def run(command: Sequence[str | Path], log: Path) -> Run:
-    """Run a command in the log's folder, stdout and stderr in `log`; SystemExit with its end when it fails."""
+class RunFailed(SystemExit):
+    """A command that failed; `reason` is one line, its own last one or what it was killed for."""
+
+    def __init__(self, command: str, reason: str, log: Path) -> None:
+        tail = log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
+        super().__init__("\n".join([*tail, f"{command}: {reason}; log: {log}"]))
+        self.reason = reason
+
+
+def run(command: Sequence[str | Path], log: Path, limit_bytes: float = math.inf) -> Run:
+    """Run a command in the log's folder, stdout and stderr in `log`; RunFailed when it fails.
+
+    It is killed when its processes together hold more than `limit_bytes` of anonymous memory.
+    """
     os.sync()  # the previous run's dirty pages are not this run's work
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
@@ -53,27 +65,33 @@ def run(command: Sequence[str | Path], log: Path) -> Run:
             start_new_session=True,
         )
         try:
-            anon, status, usage = watch(process.pid)
+            anon, status, usage = watch(process.pid, limit_bytes)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
         seconds = time.perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(status)
+    if anon > limit_bytes:
+        raise RunFailed(str(command[0]), f"killed at {anon / 1e9:.1f} GB of memory after {seconds:.0f} s", log)
     if process.returncode:
-        tail = log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
-        sys.exit("\n".join([*tail, f"{command[0]}: exit code {process.returncode}; log: {log}"]))
+        raise RunFailed(str(command[0]), f"exit code {process.returncode}", log)
     return Run(seconds, usage.ru_utime + usage.ru_stime, anon, usage.ru_maxrss * 1024)
 
 
-def watch(pid: int) -> tuple[int, int, struct_rusage]:
-    """Wait for a child; return the tree's peak RssAnon in bytes, the wait status and the rusage."""
+def watch(pid: int, limit_bytes: float) -> tuple[int, int, struct_rusage]:
+    """Wait for a child; return the tree's peak RssAnon in bytes, the wait status and the rusage.
+
+    The child leads a session of its own, which is killed when the tree passes the limit.
+    """
     peak = 0
     while True:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
             return peak, status, usage
         peak = max(peak, sum(anon_bytes(member) for member in tree(pid)))
+        if peak > limit_bytes:
+            os.killpg(pid, signal.SIGKILL)
         time.sleep(SAMPLE_SECONDS)
 
 

@@ -37,6 +37,16 @@ PINS = {
         "torchao==0.18.0",
         "torch==2.13.0",
     ],
+    "executorch": [
+        "executorch==1.5.1",
+        "torchao==0.18.0",
+        "torch==2.13.0",
+        "hydra-core==1.3.8",
+        "omegaconf==2.3.1",
+        "transformers==5.24.0",
+        "safetensors==0.8.0",
+        "numpy==2.4.6",
+    ],
     "onnxslim": ["onnxslim==0.1.98", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
     "onnxsim": ["onnxsim==0.8.1", "onnx==1.23.2", "onnxruntime==1.32.0", "numpy==2.4.6"],
 }

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_four_layers_of_true_size_stay_within_the_budgets(tmp_path: Path) -> None:
-    options = ("--layers", "4", "--steps", "fp16", "nearest", "--home", tmp_path / "home", "--json")
+    options = ("--set", "num_hidden_layers=4", "--steps", "fp16", "nearest", "--home", tmp_path / "home", "--json")
     command = [sys.executable, ROOT / "benchmarks" / "full_size.py", "spark2_5-1.7b", *options]
     made = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True, timeout=500)
     result = json.loads(made.stdout)

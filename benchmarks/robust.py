@@ -1,0 +1,191 @@
+"""An export of real size under bad conditions: killed in every stage, a full disk, a limit of memory, two at once.
+
+    python benchmarks/robust.py spark2_5-1.7b                               half an hour
+    python benchmarks/robust.py spark2_5-1.7b --set num_hidden_layers=4     the same in little
+
+killed     SIGKILL in the middle of each stage, then the same command again; in the end every file is byte for byte
+           what an export that nobody disturbed wrote, and nothing temporary is left
+disk       on a file system too small: one line that says so and nothing half-written; the same command ends well
+           with room made (needs the right to mount, else left out)
+memory     every process limited to 10 GB of address space (ulimit -v), mapped files included
+two        the same export twice at once in one folder: one writes, the other says that it does
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import full_size
+from make_checkpoint import CONFIGS, sizes_of
+from measure import BUILD, run, size_bytes
+
+from ringstep import console
+
+STEPS = ("fp16", "compile")  # the latter from the checkpoint on: calibrate, round and all
+MEMORY_LIMIT_BYTES = 10 * 2**30
+Command = list[str | Path]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", choices=CONFIGS)
+    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
+    args = parser.parse_args()
+    home = (BUILD / "full-size" / "-".join([args.model, *args.set])).resolve()
+    model = full_size.checkpoint(args.model, sizes_of(args.set), home)
+    os.environ["XDG_CACHE_HOME"] = str(home / "robust-cache")
+    todo = full_size.commands(model, home, full_size.CONTEXT)
+    rows = []
+    for step in args.steps:
+        console.say(f"{step}, undisturbed")
+        run(todo[step][1], home / "undisturbed.log")  # at once where full_size.py has left it
+        for check in args.checks:
+            for what, good, said in CHECKS[check](step, todo[step], home):
+                rows.append((check, step, what, "yes" if good else "NO", said))
+                console.say(" ".join(rows[-1]))
+    shutil.rmtree(home / "robust", ignore_errors=True)
+    console.table("", ["check", "step", "what", "held", ""], rows)
+    sys.exit(any(row[3] == "NO" for row in rows))
+
+
+def moved(command: Command, old: Path, new: Path) -> Command:
+    """The command with another folder to write."""
+    return [new if word == old else word for word in command]
+
+
+def start(command: Command, log: Path, address_space: int = resource.RLIM_INFINITY) -> subprocess.Popen[bytes]:
+    """A command in a session of its own."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        return subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=stream,
+                                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=limit)  # fmt: skip
+
+
+def last_line(log: Path) -> str:
+    """What a command said in the end."""
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def outputs(folder: Path) -> dict[str, str]:
+    """sha256 of every file of an artifact by its manifest."""
+    stages = json.loads((folder / "manifest.json").read_text())["stages"]
+    return {name: one["sha256"] for stage in stages.values() for name, one in stage["outputs"].items()}
+
+
+def left(folder: Path) -> list[str]:
+    """What is temporary in a folder."""
+    return [path.name for path in folder.iterdir() if ".tmp" in path.name]
+
+
+def killed(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+    """Kill the export once in each of its stages that lasts, half-way by the undisturbed one's time."""
+    out, command = todo
+    new = home / "robust" / step
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(home / "robust-cache", ignore_errors=True)
+    stages = json.loads((out / "manifest.json").read_text())["stages"]
+    dead: list[str] = []
+    log = home / "killed.log"
+    while True:
+        process = start(moved(command, out, new), log)
+        stage = wait_for_stage(process, new, {name: one["seconds"] for name, one in stages.items()}, dead)
+        if stage is None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        dead.append(stage)
+    same = process.returncode == 0 and outputs(new) == outputs(out)
+    return [(f"killed in {', '.join(dead)}: the same files in the end", same, "" if same else last_line(log)),
+            ("nothing temporary left", not left(new), " ".join(left(new)))]  # fmt: skip
+
+
+def wait_for_stage(process: subprocess.Popen[bytes], folder: Path, seconds: dict[str, float], dead: list[str],
+                   ) -> str | None:  # fmt: skip
+    """Wait until a stage that was not yet killed is half done; None when the command ends first."""
+    begun: dict[str, float] = {}
+    while process.poll() is None:
+        for path in folder.glob(".*.tmp-*") if folder.is_dir() else ():
+            stage = path.name[1:].split(".tmp-")[0]
+            since = time.monotonic() - begun.setdefault(stage, time.monotonic())
+            if stage not in dead and since > seconds.get(stage, 0) / 2:
+                return stage
+        time.sleep(0.002)
+    return None
+
+
+def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+    """Export into a file system of half the size that is needed, then make it as large as it must be."""
+    out, command = todo
+    mount = home / "robust" / "disk"
+    mount.mkdir(parents=True, exist_ok=True)
+    size = size_bytes(out)
+    mounting = ["mount", "-t", "tmpfs", "tmpfs", str(mount), "-o"]
+    resize = lambda options: subprocess.run([*mounting, options], capture_output=True)
+    if resize(f"size={size // 2}").returncode:
+        mount.rmdir()
+        return []
+    try:
+        new, log = mount / "artifact", home / "disk.log"
+        process = start(moved(command, out, new), log)
+        code, said = process.wait(), last_line(log)
+        clean = not left(new) and all((new / name).is_file() for name in outputs(new))
+        rows = [("exit code 2 and a line that says so", code == 2 and "disk" in said, said.replace(str(home), "...")),
+                ("nothing half-written", clean, " ".join(left(new)))]  # fmt: skip
+        resize(f"remount,size={3 * size}")
+        code = start(moved(command, out, new), log).wait()
+        same = code == 0 and outputs(new) == outputs(out)
+        return [*rows, ("with room made it ends well", same, "" if same else last_line(log))]
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def memory(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+    """The whole export in processes that cannot have more than 10 GB."""
+    out, command = todo
+    new, log = home / "robust" / "memory", home / "memory.log"
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.rmtree(home / "robust-cache", ignore_errors=True)
+    code = start(moved(command, out, new), log, MEMORY_LIMIT_BYTES).wait()
+    same = code == 0 and outputs(new) == outputs(out)
+    shutil.rmtree(new, ignore_errors=True)
+    return [("in 10 GB of address space the same files", same, "" if same else last_line(log))]
+
+
+def two(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+    """Two exports at once in one folder."""
+    out, command = todo
+    if step != "fp16":
+        return []
+    new, log, second_log = home / "robust" / "two", home / "two.log", home / "two-second.log"
+    shutil.rmtree(new, ignore_errors=True)
+    first = start(moved(command, out, new), log)
+    while not (new / "manifest.json").is_file() and first.poll() is None:
+        time.sleep(0.05)
+    second = start(moved(command, out, new), second_log)
+    code, said = second.wait(), last_line(second_log)
+    good = first.wait() == 0 and outputs(new) == outputs(out)
+    shutil.rmtree(new, ignore_errors=True)
+    return [("the second one leaves with 2 and says why", code == 2 and "another export" in said,
+             said.replace(str(home), "...")), ("the first one is undisturbed", good, "")]  # fmt: skip
+
+
+CHECKS: dict[str, Any] = {"killed": killed, "disk": disk, "memory": memory, "two": two}
+
+
+if __name__ == "__main__":
+    main()
