@@ -1,10 +1,11 @@
 """ringstep beside its peers: export time, memory, bytes and decode speed on a CPU, in one run.
 
     python benchmarks/beside.py                         SmolLM2-135M three times and a Llama of 1.2 B parameters once
-    python benchmarks/beside.py --models smollm2-135m --rounds 1
+    python benchmarks/beside.py --models smollm2-135m --groups "ONNX int4" --rounds 1
 
 A round exports with every tool, each a fresh process in its own environment (peers.py) with its old output removed,
-and decodes with what it made; the next round starts with another tool. Ratios are ours / theirs of the same precision
+and decodes with what it made; the next round starts with another tool. XNNPACK's rows, which take minutes each, are
+measured in the first round alone. Ratios are ours / theirs of the same precision
 and runtime within a round, their median over rounds. A tool that fails or passes the machine's memory is a row that
 says so. build/beside/beside.json has every run, beside.md the table.
 """
@@ -37,7 +38,7 @@ CONTEXT, PROMPT, NEW, THREADS = 1024, 32, 64, 2
 SPARE_BYTES = 1.5e9  # of the machine's memory: past the rest a run is killed before the kernel kills another process
 WORKER = ROOT / "benchmarks" / "decode_worker.py"
 FAIR = {"seconds": "wall", "anon_bytes": "memory", "disk_bytes": "bytes", "tokens_per_second": "tokens/s"}
-# genai's default: blocks of 32, symmetric, to nearest; the head too, the table in the type of the activations.
+# genai's defaults: blocks of 32, symmetric, to nearest, the head too; 8-bit products.
 INT4 = """description = "int4 in blocks of 32, to nearest: beside other CPU exporters"
 sink_prefix = "off"
 
@@ -53,10 +54,11 @@ block = 32
 rounding = "nearest"
 
 [embedding]
-dtype = "float32"
+dtype = "float16"
 
 [activations]
 bits = 0
+accuracy_level = 4
 """
 
 
@@ -101,9 +103,9 @@ def tools(model: Path, home: Path) -> list[Tool]:
         Tool("genai builder", "ONNX fp16", builder("fp16", "cpu"), "genai"),
         Tool("ringstep", "ONNX int4", ours("--format", "onnx", "--scheme", scheme), "ringstep"),
         Tool("genai builder", "ONNX int4", builder("int4", "cpu"), "genai"),
-        Tool("ringstep", "XNNPACK fp32", ours("--format", "executorch", "--chunk", "32"), "ringstep-executorch"),
+        Tool("ringstep", "XNNPACK fp32", ours("--format", "executorch"), "ringstep-executorch"),
         Tool("ExecuTorch's flow", "XNNPACK fp32", flow(), "executorch"),
-        Tool("ringstep", "XNNPACK 8da4w", ours("--format", "executorch", "--chunk", "32", "--precision", "8da4w"),
+        Tool("ringstep", "XNNPACK 8da4w", ours("--format", "executorch", "--precision", "8da4w"),
              "ringstep-executorch"),
         Tool("ExecuTorch's flow", "XNNPACK 8da4w",
              flow("quantization.qmode=8da4w", "quantization.group_size=32"), "executorch"),
@@ -137,8 +139,8 @@ def once(tool: Tool, home: Path, ids: list[int], limit: float) -> dict[str, Any]
     return found
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
-    """All tools on one model."""
+def measure(name: str, groups: list[str], rounds: int) -> dict[str, Any]:
+    """All tools of these groups on one model."""
     home = OUT / name
     home.mkdir(parents=True, exist_ok=True)
     before = machine()
@@ -146,18 +148,19 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     config = json.loads((model / "config.json").read_text())
     convert = [peers.python("executorch"), ROOT / "benchmarks" / "meta_checkpoint.py", model, home / "meta"]
     subprocess.run(convert, check=True)
-    every = tools(model, home)
+    every = [tool for tool in tools(model, home) if not groups or tool.group in groups]
     ids = np.random.default_rng(0).integers(3, config["vocab_size"], PROMPT).tolist()
     limit = before["memory_bytes"] - SPARE_BYTES
     for index in range(rounds):
         for key in rotated([tool.key for tool in every], index):
             tool = next(one for one in every if one.key == key)
+            if index and tool.group.startswith("XNNPACK"):
+                continue
             tool.runs.append(once(tool, home, ids, limit))
             last = tool.runs[-1]
             said = last.get("failed") or f"{last['tokens_per_second']:.1f} tokens/s"
             console.say(f"{name} {index + 1}/{rounds} {tool.name}, {tool.group}: "
                         f"{console.human_seconds(last.get('seconds', 0))}, {said}")  # fmt: skip
-    shutil.rmtree(home / "meta")
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     return {"model": name, "checkpoint_bytes": weights, "rounds": rounds, "context": CONTEXT, "prompt_tokens": PROMPT,
             "new_tokens": NEW, "threads": THREADS, "machine": before, "rows": [row(one, every) for one in every],
@@ -206,8 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=ROUNDS, default=list(ROUNDS))
     parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{n} of {m}" for m, n in ROUNDS.items()))
+    parser.add_argument("--groups", nargs="+", default=[], help="such as 'ONNX fp16'; default: all")
     args = parser.parse_args()
-    results = [measure(name, args.rounds or ROUNDS[name]) for name in args.models]
+    results = [measure(name, args.groups, args.rounds or ROUNDS[name]) for name in args.models]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     whole = {"models": results, "versions": export.versions(), "commit": commit.stdout.strip()}
     text = "\n".join(markdown(result) for result in results)

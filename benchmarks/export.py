@@ -72,7 +72,8 @@ def model_folder() -> Path:
 
 def versions() -> dict[str, dict[str, str]]:
     """Return the packages that matter, by environment."""
-    names = ["ringstep", "onnxruntime-genai", "optimum", "optimum-onnx", "onnxruntime", "transformers", "torch"]
+    names = ["ringstep", "onnxruntime-genai", "optimum", "optimum-onnx", "onnxruntime", "transformers", "torch",
+             "executorch", "torchao"]  # fmt: skip
     code = (
         "import importlib.metadata as m, json, sys\n"
         "have = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"

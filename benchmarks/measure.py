@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 SAMPLE_SECONDS = 0.02
 LOG_LINES = 15
+REASON_CHARS = 160
 # Nothing may be fetched while the clock runs, and nobody's terminal colours may reach a log.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_COLOR": "1"}
 
@@ -38,12 +39,13 @@ class Run:
 
 
 class RunFailed(SystemExit):
-    """A command that failed; `reason` is one line, its own last one or what it was killed for."""
+    """A command that failed; `reason` is one line, with its own last one in it."""
 
     def __init__(self, command: str, reason: str, log: Path) -> None:
         tail = log.read_text("utf-8", "replace").splitlines()[-LOG_LINES:]
         super().__init__("\n".join([*tail, f"{command}: {reason}; log: {log}"]))
-        self.reason = reason
+        last = next((line.strip() for line in reversed(tail) if line.strip()), "")
+        self.reason = f"{reason}; {last[:REASON_CHARS]}"
 
 
 def run(command: Sequence[str | Path], log: Path, limit_bytes: float = math.inf) -> Run:

@@ -134,7 +134,7 @@ def stage_matmulnbits(own: Quantised, done: Done) -> StageRecord:
               **done.get("rescale", {})}  # fmt: skip
     inputs |= {**done["calibrate"], **done["tokenizer"]} if beside else {}
     options = {"beside": beside, "sink_prefix": own.scheme.sink_prefix, "label": line.checkpoint.label,
-               "eos": line.checkpoint.eos_ids()}  # fmt: skip
+               "accuracy_level": own.scheme.activations.accuracy_level, "eos": line.checkpoint.eos_ids()}  # fmt: skip
     return line.stage("matmulnbits", inputs, options, versions(
         "quantize", "exporters/formats.py", "exporters/step_file.py", "exporters/weights.py", "ringstep/contract.py",
         *READERS, libraries=("onnx-ir",)), build)  # fmt: skip
@@ -158,7 +158,8 @@ def cpu_graphs(own: Quantised, into: Path, scratch: Path) -> None:
     for n in line.chunks:
         sources.append(scratch / graph_file(n))
         shutil.copyfile(line.job.out / "onnx" / float_file(n), sources[-1])
-    write_matmul_nbits(line.plan, sources, into, own.grid_of, weight_of(own))
+    write_matmul_nbits(line.plan, sources, into, own.grid_of, weight_of(own),
+                       accuracy_level=own.scheme.activations.accuracy_level)  # fmt: skip
 
 
 def cpu_step(own: Quantised, home: Path) -> None:

@@ -74,6 +74,8 @@ class Activations:
     percentile: float = 99.99
     """For ranges by percentile: how much of the values lies inside, in percent; above 50, at most 100."""
     ranges: Ranges = field(default_factory=Ranges)
+    accuracy_level: Literal[0, 4] = 0
+    """Of MatMulNBits, where activations are float: 4 lets a CPU round them to 8 bits as it multiplies, 0 does not."""
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,8 @@ def _check_activations(scheme: Scheme, data: dict[str, Any], file: str) -> None:
         raise RingstepError(
             f"{file}: [activations] percentile must be above 50 and at most 100, not {activations.percentile}"
         )
+    if activations.accuracy_level and activations.bits:
+        raise RingstepError(f"{file}: [activations] accuracy_level is of float activations (bits = 0); leave it out")
     for table in ("cache", "exceptions") if activations.bits == 0 else ():
         if table in data:
             raise RingstepError(f"{file}: [{table}] has no meaning with float activations (bits = 0); leave it out")

@@ -269,3 +269,19 @@ def anonymous_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have; [] when it is gone."""
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        # Elsewhere than on Linux every process of the machine must be looked at, which takes long.
+        with contextlib.suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return []
+    found = [pid]
+    for parent in found:  # grows while it is walked
+        # What ends meanwhile has no children any more.
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())
+    return found[1:]

@@ -378,7 +378,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _peak_memory() -> Iterator[list[int]]:
-    from ringstep.child import anonymous_bytes
+    from ringstep.child import anonymous_bytes, descendants
 
     peak = [anonymous_bytes(os.getpid())]
     done = threading.Event()
@@ -388,8 +388,8 @@ def _peak_memory() -> Iterator[list[int]]:
         for count in itertools.count():
             if done.wait(SAMPLE_SECONDS):
                 return
-            # Looking for them reads every process there is; held against the interpreter's lock, that adds up.
-            children = children if count % LOOK_FOR_CHILDREN else _children()
+            # Looking for them holds the interpreter's lock.
+            children = children if count % LOOK_FOR_CHILDREN else descendants(os.getpid())
             peak[0] = max(peak[0], sum(map(anonymous_bytes, [os.getpid(), *children])))
 
     thread = threading.Thread(target=sample, daemon=True)
@@ -399,15 +399,6 @@ def _peak_memory() -> Iterator[list[int]]:
     finally:
         done.set()
         thread.join()
-
-
-def _children() -> list[int]:
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process().children(recursive=True)]
-    except psutil.Error:
-        return []
 
 
 def _is_disk_full(error: Exception, folder: Path) -> bool:

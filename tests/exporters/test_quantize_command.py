@@ -112,6 +112,23 @@ def test_every_format_has_the_rounded_numbers(artifact: str, made: Path) -> None
     assert bool(encodings["activation_encodings"]) == (artifact == "npu")
 
 
+def test_accuracy_level_reaches_the_graphs(made: Path) -> None:
+    import onnx
+
+    scheme = made / "fast.toml"
+    scheme.write_text(CPU.replace("bits = 0\n", "bits = 0\naccuracy_level = 4\n"))
+    levels = {}
+    for name in ("fast", "cpu"):
+        if name == "fast":
+            assert run("export", "model", "--scheme", str(scheme), "--format", "onnx", "--out", str(made / name), "-q",
+                       "--no-parity", *TEXT, *OPTIONS) == 0  # fmt: skip
+        nodes = onnx.load(made / name / "onnx/decode.onnx", load_external_data=False).graph.node
+        products = [node for node in nodes if node.op_type == "MatMulNBits"]
+        levels[name] = {a.i for node in products for a in node.attribute if a.name == "accuracy_level"}
+        assert len(products) == 2 * 7 + 1
+    assert levels == {"fast": {4}, "cpu": set()}
+
+
 @pytest.mark.parametrize("artifact", ["npu/matmulnbits", "cpu"])
 def test_cpu_graphs_compute_the_rounded_model(artifact: str, made: Path, tmp_path: Path) -> None:
     same_as_dequantised(made, artifact, tmp_path)

@@ -143,6 +143,7 @@ def test_all_keys_arrive() -> None:
         ("[weights]\nblock = 36893488147419103232", "[weights] block = 36893488147419103232 is longer than rows are"),
         ("[exceptions]\nnorms = 32", "[exceptions] norms must be 0, 8 or 16, not 32"),
         ("[activations]\nbits = 0\n[cache]\nbits = 8", "[cache] has no meaning with float activations"),
+        ("[activations]\naccuracy_level = 4", "[activations] accuracy_level is of float activations (bits = 0)"),
         ("[activations]\nbits = 0\n[exceptions]\nnorms = 16", "[exceptions] has no meaning with float"),
         ("sequential = 'yes'", "mine.toml: sequential must be true or false, not 'yes'"),
         ("description = 3", "mine.toml: description must be a string, not 3"),

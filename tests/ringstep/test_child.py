@@ -186,3 +186,19 @@ def test_last_error_and_one_line() -> None:
     assert child.last_error("all well") == ""
     assert child.one_line(" a\n b\t c ") == "a b c"
     assert len(child.one_line("x" * 5000)) == child.CAUSE_CHARS
+
+
+@pytest.mark.parametrize("linux", [True, False])
+def test_descendants_are_children_and_theirs(monkeypatch: pytest.MonkeyPatch, linux: bool) -> None:
+    if not linux:
+        monkeypatch.setattr(os.path, "exists", lambda _: False)
+    code = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        grandchild = int(parent.stdout.readline())
+        try:
+            assert child.descendants(parent.pid) == [grandchild]
+            assert {parent.pid, grandchild} <= set(child.descendants(os.getpid()))
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+    assert child.descendants(parent.pid) == []
