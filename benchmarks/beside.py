@@ -213,14 +213,15 @@ def main() -> None:
     args = parser.parse_args()
     results = [measure(name, args.groups, args.rounds or ROUNDS[name]) for name in args.models]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    whole = {"models": results, "versions": export.versions(), "commit": commit.stdout.strip()}
+    found = export.versions(["genai", "optimum", "executorch"])
+    whole = {"models": results, "versions": found, "commit": commit.stdout.strip()}
     text = "\n".join(markdown(result) for result in results)
     for name, content in (("beside.json", json.dumps(whole, indent=1) + "\n"), ("beside.md", text)):
         temporary = OUT / f".{name}.tmp"
         temporary.write_text(content)
         os.replace(temporary, OUT / name)
-    console.line(text)
-    console.line(f"ratio: ours / theirs. {OUT / 'beside.json'}")
+    print(text)
+    print(f"ratio: ours / theirs. {OUT / 'beside.json'}")
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def model_folder() -> Path:
     return folder
 
 
-def versions() -> dict[str, dict[str, str]]:
-    """Return the packages that matter, by environment."""
+def versions(names_of_peers: list[str]) -> dict[str, dict[str, str]]:
+    """Return the packages that matter, by environment: ringstep's and these peers'."""
     names = ["ringstep", "onnxruntime-genai", "optimum", "optimum-onnx", "onnxruntime", "transformers", "torch",
              "executorch", "torchao"]  # fmt: skip
     code = (
@@ -79,7 +79,7 @@ def versions() -> dict[str, dict[str, str]]:
         "have = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
         "print(json.dumps({n: have[n] for n in sys.argv[1:] if n in have}))"
     )
-    pythons = {OURS: Path(sys.executable), **{name: peers.python(name) for name in peers.PINS}}
+    pythons = {OURS: Path(sys.executable), **{name: peers.python(name) for name in names_of_peers}}
     ask = lambda python: subprocess.run([python, "-I", "-c", code, *names], check=True, stdout=subprocess.PIPE)
     return {name: json.loads(ask(python).stdout) for name, python in pythons.items()}
 
@@ -101,7 +101,7 @@ def measure(rounds: int, context: int) -> dict[str, Any]:
         console.warn("the repeated export was no repetition: ringstep's sources changed during the run")
     rows = [summary(row, runs[row], runs[OURS]) for row in todo]
     return {"rounds": rounds, "context": context, "rows": rows, "repeat": dataclasses.asdict(repeat),
-            "machine": before, "versions": versions()}  # fmt: skip
+            "machine": before, "versions": versions(["genai", "optimum"])}  # fmt: skip
 
 
 def summary(row: str, runs: list[Run], ours: list[Run]) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Quantised:
         line = self.line
         inputs = {"checkpoint": line.manifest.checkpoint["sha256"], "ids": self.texts_hash,
                   "graph": done["graphs"][f"onnx/{FLOAT}"], **done.get("rescale", {})}  # fmt: skip
-        options = {"rotate": line.rotates, "rescale": self.scheme.rescale}
+        options = {"rotate": line.rotates, "rescale": self.scheme.rescale, "ranges": bool(self.scheme.activations.bits)}
         own = versions("quantize", "recipes", "ringstep/session.py", *READERS, libraries=("torch",))
 
         def build(folder: Path) -> dict[str, Any]:
@@ -279,11 +279,13 @@ class Quantised:
             # Texts have no more than their first token in common.
             console.warn(f"{count} leading positions carry massive activations; the sink prefix holds the first")
             count = 1
-        texts = texts[: -(-RANGED // (len(texts[0]) - 1))]
+        first = texts[0]
+        # Float activations have no ranges: of a scheme of weights alone only the sink prefix is of use.
+        texts = texts[: -(-RANGED // (len(first) - 1))] if self.scheme.activations.bits else []
         # The first token is computed apart, whether or not its entries are shipped: it is in no range of the rest.
         sequences = [ids[1:] if count else ids[:-1] for ids in texts]
         with console.progress("calibrating", (layers + 1) * sum(map(len, sequences))) as tick:
-            found = calibrate(self.model, sequences, texts[0][:count], tick)
+            found = calibrate(self.model, sequences, first[:count], tick)
         found.sinks = sinks
         save(path, found)
 

@@ -50,7 +50,8 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
         texts = token_texts(own.job.out, [*(sink.token for sink in found.sinks), *prefix])
         lines = warnings(found.seen, cut) + unread(own)
         body = {
-            "scheme": own.scheme.name, "tokens": found.tokens,
+            # Of a scheme of weights alone rounding is all that reads text.
+            "scheme": own.scheme.name, "tokens": found.tokens or tokens_rounded_on(own),
             "sinks": [dataclasses.asdict(sink) | {"text": texts.get(sink.token)} for sink in found.sinks],
             "prefix": {"ids": list(prefix), "texts": [texts.get(i) for i in prefix]},
             "warnings": lines,
@@ -63,6 +64,15 @@ def stage_report(own: Quantised, done: dict[str, dict[str, str]]) -> StageRecord
     options = {"formats": formats, "scheme": own.scheme.name, "sink_prefix": own.scheme.sink_prefix}
     return own.line.stage("report", inputs, options,
                           versions("quantize", "exporters/quantize_report.py"), build)  # fmt: skip
+
+
+def tokens_rounded_on(own: Quantised) -> int:
+    """How many tokens the rounding of weights reads: none where all is rounded to nearest."""
+    from quantize.parameters import linears
+    from quantize.scheme import weights_for
+
+    read = any(weights_for(own.scheme, path).rounding != "nearest" for path in linears(own.line.plan))
+    return sum(map(len, own.sequences)) if read else 0
 
 
 def unread(own: Quantised) -> list[str]:

@@ -120,7 +120,7 @@ def leading(sinks: Sequence[Sink]) -> int:
 
 def calibrate(model: Model, sequences: Sequence[Sequence[int]], prefix: Sequence[int], tick: Tick = lambda _: None,
               ) -> Calibration:  # fmt: skip
-    """Walk the layers over `sequences` (ids after the prefix, whole chunks of model.n).
+    """Walk the layers over `sequences` (ids after the prefix, whole chunks of model.n); without any, the prefix alone.
 
     `tick(tokens)` is called for each sequence of each layer, and of the head. Raises RingstepError naming a weight
     or a tensor that is not finite.
@@ -128,7 +128,7 @@ def calibrate(model: Model, sequences: Sequence[Sequence[int]], prefix: Sequence
     found = Calibration(sum(map(len, sequences)), prefix=tuple(prefix))
     states = [model.embedded(ids) for ids in sequences]
     first = model.embedded(prefix) if prefix else np.zeros((0, model.plan.hidden), np.float32)
-    for layer in range(len(model.plan.layers)):
+    for layer in range(len(model.plan.layers)) if states or prefix else ():
         session, engine = model.open_layer(layer)
         entries: Entries | None = None
         if prefix:
@@ -142,9 +142,10 @@ def calibrate(model: Model, sequences: Sequence[Sequence[int]], prefix: Sequence
         watch.check()
         for what in ("key", "value"):
             name = next(n for n in engine.block.outputs if n.endswith(f"_{what}_{layer}"))
-            if entries:
+            if entries and states:
                 found.seen[name].add(torch.from_numpy(entries[layer, what]))
-    head(model, states, first, found, tick)
+    if states or prefix:
+        head(model, states, first, found, tick)
     for rotary in model.spec.rotary:
         found.seen |= {f"{what}_{rotary.name}": Seen(-rotary.scale, rotary.scale) for what in ("cos", "sin")}
     return found
@@ -185,8 +186,8 @@ def save(path: Path, found: Calibration) -> None:
     names = list(found.seen)
     arrays: dict[str, Any] = {
         "names": np.array(names),
-        "edges": np.array([[s.low, s.high, s.edge] for s in found.seen.values()]),
-        "counts": np.stack([s.counts for s in found.seen.values()]).astype(np.float32),
+        "edges": np.array([[s.low, s.high, s.edge] for s in found.seen.values()]).reshape(-1, 3),
+        "counts": np.array([s.counts for s in found.seen.values()], np.float32).reshape(-1, BINS),
         "tokens": np.array(found.tokens), "prefix": np.array(found.prefix, np.int64),
         "sinks": np.array([[s.position, s.token, s.layer, s.largest, s.ratio] for s in found.sinks]).reshape(-1, 5),
     }  # fmt: skip

@@ -332,7 +332,9 @@ def test_json_has_sizes_sinks_and_warnings(copy: Path, capsys: pytest.CaptureFix
                   *OPTIONS)  # fmt: skip
     own = body["quantised"]
     assert own.keys() == {"scheme", "tokens", "sinks", "prefix", "warnings", "sizes"}
-    assert own["scheme"] == "cpu" and own["tokens"] >= 96 and own["sizes"]["gptq"]["bits"] > 4
+    assert own["scheme"] == "cpu" and own["sizes"]["gptq"]["bits"] > 4
+    # Float activations and weights to nearest: no text is of use, and none is read.
+    assert own["tokens"] == 0 and json.loads((copy / "npu/quantize/report.json").read_text())["tokens"] >= 96
     assert body["passed"] is True  # the export's proof, which still holds
 
 
