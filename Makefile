@@ -40,8 +40,7 @@ parity: $(STAMP)
 	$(BIN)/ringstep parity
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/export.py
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/beside.py
 	$(BIN)/python benchmarks/sanitize.py
 
 clean:

@@ -136,7 +136,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=CONFIGS)
-    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
+    parser.add_argument("--set", metavar="SIZE=N", nargs="*", default=[], help="sizes other than the model's")
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens that the caches hold")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--home", type=Path, default=None, help="where all is written; default: build/full-size/MODEL")

@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=CONFIGS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
+    parser.add_argument("--set", metavar="SIZE=N", nargs="*", default=[], help="sizes other than the model's")
     args = parser.parse_args()
     total = make(config_of(args.model, sizes_of(args.set)), args.folder)
     print(f"{args.folder}: {total / 1e9:.2f} GB")

@@ -40,7 +40,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=CONFIGS)
-    parser.add_argument("--set", metavar="SIZE=N", nargs="+", default=[], help="sizes other than the model's")
+    parser.add_argument("--set", metavar="SIZE=N", nargs="*", default=[], help="sizes other than the model's")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     args = parser.parse_args()
