@@ -38,6 +38,6 @@ def test_a_command_past_its_limit_is_killed_and_said_so(measure: ModuleType, tmp
 
 
 def test_a_failed_command_says_its_last_line(measure: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(measure.RunFailed, match="log: .*log") as failed:
+    with pytest.raises(measure.RunFailed, match=r"log: .*log") as failed:
         measure.run([sys.executable, "-c", "print('reading'); raise SystemExit('no such model')"], tmp_path / "log")
     assert failed.value.reason == "exit code 1; no such model"
