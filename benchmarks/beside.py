@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ import peers
 from measure import BUILD, ROOT, Run, RunFailed, machine, rotated, run, size_bytes
 
 from ringstep import console
+from ringstep.files import write_json, write_whole
 
 OUT = BUILD / "beside"
 ROUNDS = {"smollm2-135m": 3, "llama-1b": 1}
@@ -211,15 +211,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{n} of {m}" for m, n in ROUNDS.items()))
     parser.add_argument("--groups", nargs="+", default=[], help="such as 'ONNX fp16'; default: all")
     args = parser.parse_args()
-    results = [measure(name, args.groups, args.rounds or ROUNDS[name]) for name in args.models]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    found = export.versions(["genai", "optimum", "executorch"])
-    whole = {"models": results, "versions": found, "commit": commit.stdout.strip()}
-    text = "\n".join(markdown(result) for result in results)
-    for name, content in (("beside.json", json.dumps(whole, indent=1) + "\n"), ("beside.md", text)):
-        temporary = OUT / f".{name}.tmp"
-        temporary.write_text(content)
-        os.replace(temporary, OUT / name)
+    whole: dict[str, Any] = {"models": [], "versions": export.versions(["genai", "optimum", "executorch"]),
+                             "commit": commit.stdout.strip()}  # fmt: skip
+    for name in args.models:
+        whole["models"].append(measure(name, args.groups, args.rounds or ROUNDS[name]))
+        text = "\n".join(map(markdown, whole["models"]))
+        write_json(OUT / "beside.json", whole)
+        write_whole(OUT / "beside.md", text)
     print(text)
     print(f"ratio: ours / theirs. {OUT / 'beside.json'}")
 

@@ -177,6 +177,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))
+    body = {"tokenizer_class": "PreTrainedTokenizerFast", **names}  # transformers would ask for it
+    (folder / "tokenizer_config.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 def sizes_of(words: list[str]) -> dict[str, int]:
