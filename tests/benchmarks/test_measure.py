@@ -27,7 +27,8 @@ def test_memory_is_that_of_all_processes_together(measure: ModuleType, tmp_path:
     fill = "import time; held = b'x' * 100_000_000; time.sleep(0.5)"
     code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {fill!r}]); {fill}; p.wait()"
     taken = measure.run([sys.executable, "-c", code], tmp_path / "log")
-    assert 200e6 < taken.anon_bytes < 300e6 and taken.max_rss_bytes < 150e6 and taken.seconds > 0.5
+    # max_rss_bytes starts from the peak of the process that starts it, whatever that is here.
+    assert 200e6 < taken.anon_bytes < 300e6 and taken.seconds > 0.5
 
 
 def test_a_command_past_its_limit_is_killed_and_said_so(measure: ModuleType, tmp_path: Path) -> None:
