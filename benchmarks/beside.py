@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import decode
 import export
 import full_size
 import numpy as np
 import peers
-from measure import BUILD, ROOT, Run, RunFailed, machine, rotated, run, size_bytes
+from measure import BUILD, ROOT, Run, RunFailed, machine, ratio, rotated, run, size_bytes
 
 from ringstep import console
 from ringstep.files import write_json, write_whole
@@ -36,8 +37,8 @@ OUT = BUILD / "beside"
 ROUNDS = {"smollm2-135m": 3, "llama-1b": 1}
 CONTEXT, PROMPT, NEW, THREADS = 1024, 32, 64, 2
 SPARE_BYTES = 1.5e9  # of the machine's memory: past the rest a run is killed before the kernel kills another process
-WORKER = ROOT / "benchmarks" / "decode_worker.py"
-FAIR = {"seconds": "wall", "anon_bytes": "memory", "disk_bytes": "bytes", "tokens_per_second": "tokens/s"}
+FIGURES = ("seconds", "anon_bytes", "disk_bytes", "tokens_per_second", "cpu_seconds", "max_rss_bytes",
+           "decode_anon_bytes")  # fmt: skip
 # genai's defaults: blocks of 32, symmetric, to nearest, the head too; 8-bit products.
 INT4 = """description = "int4 in blocks of 32, to nearest: beside other CPU exporters"
 sink_prefix = "off"
@@ -76,7 +77,7 @@ class Tool:
     @property
     def key(self) -> str:
         """A name for files."""
-        return f"{self.worker}-{self.group}".replace(", ", "-").replace(" ", "-")
+        return f"{self.worker}-{self.group}".replace(" ", "-")
 
 
 def tools(model: Path, home: Path) -> list[Tool]:
@@ -85,8 +86,8 @@ def tools(model: Path, home: Path) -> list[Tool]:
     meta = home / "meta"
     ringstep = [Path(sys.executable).parent / "ringstep", "export", model, "--context", str(CONTEXT), "--no-parity"]
     ours = lambda *words: [*ringstep, *words, "--out"]
-    builder = lambda precision, provider: [genai, "-m", "onnxruntime_genai.models.builder", "-i", model, "-p",
-                                           precision, "-e", provider, "-c", home / "genai-cache", "-o"]  # fmt: skip
+    builder = lambda precision: [genai, "-m", "onnxruntime_genai.models.builder", "-i", model, "-p", precision,
+                                 "-e", "cpu", "-c", home / "genai-cache", "-o"]  # fmt: skip
     flow = lambda *words: [peers.python("executorch"), "-m", "executorch.extension.llm.export.export_llm",
                            "base.model_class=llama3_2", f"base.checkpoint={meta / 'consolidated.pth'}",
                            f"base.params={meta / 'params.json'}", "model.use_kv_cache=True",
@@ -98,11 +99,11 @@ def tools(model: Path, home: Path) -> list[Tool]:
     return [
         Tool("ringstep", "ONNX fp32", ours("--format", "onnx", "--precision", "fp32"), "ringstep"),
         Tool("optimum-onnx", "ONNX fp32", [optimum, "-c", export.UNCHECKED, model], "optimum"),
-        Tool("genai builder", "ONNX fp32", builder("fp32", "cpu"), "genai"),
+        Tool("genai builder", "ONNX fp32", builder("fp32"), "genai"),
         Tool("ringstep", "ONNX fp16", ours("--format", "onnx", "--precision", "fp16"), "ringstep"),
-        Tool("genai builder", "ONNX fp16", builder("fp16", "cpu"), "genai"),
+        Tool("genai builder", "ONNX fp16", builder("fp16"), "genai"),
         Tool("ringstep", "ONNX int4", ours("--format", "onnx", "--scheme", scheme), "ringstep"),
-        Tool("genai builder", "ONNX int4", builder("int4", "cpu"), "genai"),
+        Tool("genai builder", "ONNX int4", builder("int4"), "genai"),
         Tool("ringstep", "XNNPACK fp32", ours("--format", "executorch"), "ringstep-executorch"),
         Tool("ExecuTorch's flow", "XNNPACK fp32", flow(), "executorch"),
         Tool("ringstep", "XNNPACK 8da4w", ours("--format", "executorch", "--precision", "8da4w"),
@@ -129,7 +130,7 @@ def once(tool: Tool, home: Path, ids: list[int], limit: float) -> dict[str, Any]
         python = Path(sys.executable) if tool.name == "ringstep" else peers.python(tool.worker)
         log = home / f"{tool.key}-decode.log"
         words = [tool.worker, out, ",".join(map(str, ids)), NEW, THREADS, CONTEXT]
-        taken = run([python, WORKER, *map(str, words)], log, limit)
+        taken = run([python, decode.WORKER, *map(str, words)], log, limit)
         answer = json.loads(log.read_text("utf-8").splitlines()[-1])
         found |= {"tokens_per_second": (NEW - 1) / answer["decode_seconds"], "ids": answer["ids"],
                   "decode_anon_bytes": taken.anon_bytes}  # fmt: skip
@@ -152,8 +153,7 @@ def measure(name: str, groups: list[str], rounds: int) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(3, config["vocab_size"], PROMPT).tolist()
     limit = before["memory_bytes"] - SPARE_BYTES
     for index in range(rounds):
-        for key in rotated([tool.key for tool in every], index):
-            tool = next(one for one in every if one.key == key)
+        for tool in rotated(every, index):
             if index and tool.group.startswith("XNNPACK"):
                 continue
             tool.runs.append(once(tool, home, ids, limit))
@@ -173,16 +173,15 @@ def row(tool: Tool, every: list[Tool]) -> dict[str, Any]:
     made: dict[str, Any] = {"tool": tool.name, "group": tool.group}
     failed = [one["failed"] for one in tool.runs if "failed" in one]
     made |= {"failed": failed[0]} if failed else {}
-    for name in (*FAIR, "cpu_seconds", "max_rss_bytes", "decode_anon_bytes"):
+    for name in FIGURES:
         values = [one[name] for one in tool.runs if name in one]
         if values:
             made[name] = statistics.median(values)
-        both = [a[name] / b[name] for a, b in zip(ours.runs, tool.runs, strict=True) if name in a and name in b]
+        both = [(a[name], b[name]) for a, b in zip(ours.runs, tool.runs, strict=True) if name in a and name in b]
         if both and tool is not ours:
-            made[f"{name}_ratio"] = statistics.median(both)
-    first = [one.runs[0].get("ids") for one in (ours, tool)]
-    if tool is not ours and all(first):
-        made["same_ids"] = next((i for i, (a, b) in enumerate(zip(*first, strict=True)) if a != b), NEW)
+            made[f"{name}_ratio"] = ratio(*zip(*both, strict=True))
+    if tool is not ours and "ids" in ours.runs[0] and "ids" in tool.runs[0]:
+        made["same_ids"] = decode.common(ours.runs[0]["ids"], tool.runs[0]["ids"])
     return made | {"runs": tool.runs}
 
 
@@ -197,8 +196,8 @@ def markdown(result: dict[str, Any]) -> str:
     for one in result["rows"]:
         cells = [one["group"], one["tool"]]
         for name, human in show.items():
-            ratio = one.get(f"{name}_ratio")
-            cells += [human(one[name]) if name in one else "", f"{ratio:.2f}" if ratio else ""]
+            share = one.get(f"{name}_ratio")
+            cells += [human(one[name]) if name in one else "", f"{share:.2f}" if share else ""]
         cells.append(f"{one['same_ids']} of {NEW}" if "same_ids" in one else one.get("failed", ""))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -95,29 +95,11 @@ def open_optimum(folder: str, threads: int, context: int) -> Loop:
     return start, lambda token: advance([token])
 
 
-def open_optimum_executorch(folder: str, threads: int, context: int) -> Loop:
-    """Its .pte in the runtime's own binding: ids [1, n] and positions [n], the caches inside."""
-    import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  its attention and cache operators
-    import torch
-    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+def open_pte(folder: str, threads: int, context: int, every_position: bool) -> Loop:
+    """A peer's .pte in the runtime's own binding: ids [1, n] and positions, the caches inside.
 
-    module = _load_for_executorch(str(next(Path(folder).rglob("*.pte"))))
-    state = {"seen": 0}
-
-    def advance(ids: list[int]) -> int:
-        positions = torch.arange(state["seen"], state["seen"] + len(ids))
-        state["seen"] += len(ids)
-        return int(module.forward((torch.tensor([ids]), positions))[0][0, -1].argmax())
-
-    def start(ids: list[int]) -> int:
-        state["seen"] = 0
-        return advance(ids)
-
-    return start, lambda token: advance([token])
-
-
-def open_executorch(folder: str, threads: int, context: int) -> Loop:
-    """The .pte of ExecuTorch's own Llama flow: ids [1, n] and the first one's position [1], the caches inside."""
+    `every_position`: positions are [n], as optimum-executorch's takes them, else the first one alone, [1].
+    """
     import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401  its attention and cache operators
     import torch
     from executorch.extension.pybindings.portable_lib import _load_for_executorch
@@ -128,7 +110,9 @@ def open_executorch(folder: str, threads: int, context: int) -> Loop:
     def advance(ids: list[int]) -> int:
         begin = state["seen"]
         state["seen"] += len(ids)
-        return int(module.forward((torch.tensor([ids]), torch.tensor([begin])))[0].reshape(-1).argmax())
+        positions = torch.arange(begin, begin + (len(ids) if every_position else 1))
+        logits = module.forward((torch.tensor([ids]), positions))[0]
+        return int(logits.reshape(-1, logits.shape[-1])[-1].argmax())
 
     def start(ids: list[int]) -> int:
         state["seen"] = 0
@@ -138,9 +122,9 @@ def open_executorch(folder: str, threads: int, context: int) -> Loop:
 
 
 TOOLS = {
-    "executorch": (open_executorch, "executorch"),
+    "executorch": (partial(open_pte, every_position=False), "executorch"),
     "ringstep-executorch": (partial(open_ringstep, engine="executorch"), "executorch"),
-    "optimum-executorch": (open_optimum_executorch, "optimum-executorch"),
+    "optimum-executorch": (partial(open_pte, every_position=True), "optimum-executorch"),
     "ringstep": (open_ringstep, "ringstep"),
     "genai": (open_genai, "onnxruntime-genai"),
     "optimum": (open_optimum, "optimum-onnx"),

@@ -52,6 +52,11 @@ bits = 16
 """
 
 
+def home_of(name: str, words: list[str]) -> Path:
+    """Where all of a model is written; `words` are the sizes of the command line."""
+    return BUILD / "full-size" / "-".join([name, *words])
+
+
 def checkpoint(name: str, sizes: dict[str, int], home: Path) -> Path:
     """The made-up checkpoint, made on first use."""
     folder = home / "checkpoint"
@@ -142,8 +147,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=None, help="where all is written; default: build/full-size/MODEL")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    suffix = "".join(f"-{word}" for word in args.set)
-    home = (args.home or BUILD / "full-size" / f"{args.model}{suffix}").resolve()
+    home = (args.home or home_of(args.model, args.set)).resolve()
     result = measure(args.model, sizes_of(args.set), args.context, args.steps, home)
     (home / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     if args.json:

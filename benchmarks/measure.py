@@ -13,7 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from resource import struct_rusage
-from typing import Any
+from typing import Any, TypeVar
+
+from ringstep.child import anonymous_bytes, descendants
+
+_T = TypeVar("_T")
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -91,33 +95,10 @@ def watch(pid: int, limit_bytes: float) -> tuple[int, int, struct_rusage]:
         done, status, usage = os.wait4(pid, os.WNOHANG)
         if done:
             return peak, status, usage
-        peak = max(peak, sum(anon_bytes(member) for member in tree(pid)))
+        peak = max(peak, sum(map(anonymous_bytes, [pid, *descendants(pid)])))
         if peak > limit_bytes:
             os.killpg(pid, signal.SIGKILL)
         time.sleep(SAMPLE_SECONDS)
-
-
-def tree(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
-    found = [pid]
-    for parent in found:  # grows while it is walked
-        for task in listdir(Path(f"/proc/{parent}/task")):
-            found += [int(child) for child in read(task / "children").split()]
-    return found
-
-
-def anon_bytes(pid: int) -> int:
-    """Return a process's anonymous resident memory in bytes, 0 when it is gone."""
-    match = re.search(r"^RssAnon:\s+(\d+) kB", read(Path(f"/proc/{pid}/status")), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
-def listdir(folder: Path) -> list[Path]:
-    """Return a folder's entries, none when it is gone."""
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def read(path: Path) -> str:
@@ -133,7 +114,7 @@ def size_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def rotated(items: Sequence[str], by: int) -> list[str]:
+def rotated(items: Sequence[_T], by: int) -> list[_T]:
     """Return the items starting with another one each round, so that no one always runs first."""
     return [*items[by % len(items) :], *items[: by % len(items)]]
 

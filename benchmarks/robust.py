@@ -27,7 +27,7 @@ from typing import Any
 
 import full_size
 from make_checkpoint import CONFIGS, sizes_of
-from measure import BUILD, run, size_bytes
+from measure import run, size_bytes
 
 from ringstep import console
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     args = parser.parse_args()
-    home = (BUILD / "full-size" / "-".join([args.model, *args.set])).resolve()
+    home = full_size.home_of(args.model, args.set).resolve()
     model = full_size.checkpoint(args.model, sizes_of(args.set), home)
     os.environ["XDG_CACHE_HOME"] = str(home / "robust-cache")
     todo = full_size.commands(model, home, full_size.CONTEXT)
