@@ -5,8 +5,8 @@
 
 killed     SIGKILL in the middle of each stage, then the same command again; in the end every file is byte for byte
            what an export that nobody disturbed wrote, and nothing temporary is left
-disk       on a file system too small: one line that says so and nothing half-written; the same command ends well
-           with room made (needs the right to mount, else left out)
+disk       on a file system too small, and on one that gets full in the middle of each stage: one line that says so
+           and nothing half-written; the same command ends well with room made (needs the right to mount, else left out)
 memory     every process limited to 10 GB of address space (ulimit -v), mapped files included
 two        the same export twice at once in one folder: one writes, the other says that it does
 """
@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ from ringstep import console
 STEPS = ("fp16", "compile")  # the latter from the checkpoint on: calibrate, round and all
 MEMORY_LIMIT_BYTES = 10 * 2**30
 Command = list[str | Path]
+Process = subprocess.Popen[bytes]
+Disturb = Callable[[Process, str], None]
+Row = tuple[str, bool, str]
 
 
 def main() -> None:
@@ -66,7 +70,7 @@ def moved(command: Command, old: Path, new: Path) -> Command:
     return [new if word == old else word for word in command]
 
 
-def start(command: Command, log: Path, address_space: int = resource.RLIM_INFINITY) -> subprocess.Popen[bytes]:
+def start(command: Command, log: Path, address_space: int = resource.RLIM_INFINITY) -> Process:
     """A command in a session of its own."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -82,106 +86,133 @@ def last_line(log: Path) -> str:
 
 
 def outputs(folder: Path) -> dict[str, str]:
-    """sha256 of every file of an artifact by its manifest."""
-    stages = json.loads((folder / "manifest.json").read_text())["stages"]
+    """sha256 of every file of an artifact by its manifest, if it has got that far."""
+    path = folder / "manifest.json"
+    stages = json.loads(path.read_text())["stages"] if path.is_file() else {}
     return {name: one["sha256"] for stage in stages.values() for name, one in stage["outputs"].items()}
 
 
 def left(folder: Path) -> list[str]:
     """What is temporary in a folder."""
-    return [path.name for path in folder.iterdir() if ".tmp" in path.name]
+    return [path.name for path in folder.glob("*") if ".tmp" in path.name]
 
 
-def killed(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
-    """Kill the export once in each of its stages that lasts, half-way by the undisturbed one's time."""
-    out, command = todo
-    new = home / "robust" / step
-    shutil.rmtree(new, ignore_errors=True)
+def ended_well(what: str, process: subprocess.Popen[bytes], log: Path, new: Path, out: Path) -> Row:
+    """Exit code 0, the undisturbed export's files, nothing temporary."""
+    wrong = [*sorted(dict(outputs(new).items() ^ outputs(out).items())), *left(new)]
+    if process.wait():
+        wrong.append(last_line(log))
+    return what, not wrong, " ".join(wrong)
+
+
+def anew(home: Path, folder: Path) -> Path:
+    """An empty cache and no output folder."""
+    shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(home / "robust-cache", ignore_errors=True)
+    return folder
+
+
+def in_every_stage(todo: tuple[Path, Command], new: Path, log: Path, disturb: Disturb) -> tuple[list[str], Process]:
+    """Start the export until it ends; disturb it once in each stage that lasts, half-way by the undisturbed one's time.
+
+    Returns the stages that were disturbed and the last process.
+    """
+    out, command = todo
     stages = json.loads((out / "manifest.json").read_text())["stages"]
-    dead: list[str] = []
-    log = home / "killed.log"
+    seconds = {name: one["seconds"] for name, one in stages.items()}
+    done: list[str] = []
     while True:
         process = start(moved(command, out, new), log)
-        stage = wait_for_stage(process, new, {name: one["seconds"] for name, one in stages.items()}, dead)
+        stage = wait_for_stage(process, new, seconds, done)
         if stage is None:
-            break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        dead.append(stage)
-    same = process.returncode == 0 and outputs(new) == outputs(out)
-    return [(f"killed in {', '.join(dead)}: the same files in the end", same, "" if same else last_line(log)),
-            ("nothing temporary left", not left(new), " ".join(left(new)))]  # fmt: skip
+            return done, process
+        done.append(stage)
+        disturb(process, stage)
 
 
-def wait_for_stage(process: subprocess.Popen[bytes], folder: Path, seconds: dict[str, float], dead: list[str],
-                   ) -> str | None:  # fmt: skip
-    """Wait until a stage that was not yet killed is half done; None when the command ends first."""
+def wait_for_stage(process: Process, folder: Path, seconds: dict[str, float], done: list[str]) -> str | None:
+    """Wait until a stage that was not yet disturbed is half through; None when the command ends first."""
     begun: dict[str, float] = {}
     while process.poll() is None:
         for path in folder.glob(".*.tmp-*") if folder.is_dir() else ():
             stage = path.name[1:].split(".tmp-")[0]
             since = time.monotonic() - begun.setdefault(stage, time.monotonic())
-            if stage not in dead and since > seconds.get(stage, 0) / 2:
+            if stage not in done and since > seconds.get(stage, 0) / 2:
                 return stage
         time.sleep(0.002)
     return None
 
 
-def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
-    """Export into a file system of half the size that is needed, then make it as large as it must be."""
+def killed(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
+    """SIGKILL to the whole process group."""
+    new, log = anew(home, home / "robust" / step), home / "killed.log"
+
+    def disturb(process: Process, stage: str) -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    stages, process = in_every_stage(todo, new, log, disturb)
+    row = ended_well(f"killed in {', '.join(stages)}: the same files in the end", process, log, new, todo[0])
+    shutil.rmtree(new)
+    return [row]
+
+
+def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
+    """Export into a file system of half the size that is needed, then into one that gets full in every stage."""
     out, command = todo
     mount = home / "robust" / "disk"
+    new, log, size = anew(home, mount / "artifact"), home / "disk.log", size_bytes(out)
     mount.mkdir(parents=True, exist_ok=True)
-    size = size_bytes(out)
-    mounting = ["mount", "-t", "tmpfs", "tmpfs", str(mount), "-o"]
-    resize = lambda options: subprocess.run([*mounting, options], capture_output=True)
-    if resize(f"size={size // 2}").returncode:
-        mount.rmdir()
+    mounted = lambda options: subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount, "-o", options],
+                                             capture_output=True).returncode == 0  # fmt: skip
+    if not mounted(f"size={size // 2}"):
         return []
-    try:
-        new, log = mount / "artifact", home / "disk.log"
-        process = start(moved(command, out, new), log)
+    rows: list[Row] = []
+
+    def refused(what: str, process: Process) -> None:
         code, said = process.wait(), last_line(log)
         clean = not left(new) and all((new / name).is_file() for name in outputs(new))
-        rows = [("exit code 2 and a line that says so", code == 2 and "disk" in said, said.replace(str(home), "...")),
-                ("nothing half-written", clean, " ".join(left(new)))]  # fmt: skip
-        resize(f"remount,size={3 * size}")
-        code = start(moved(command, out, new), log).wait()
-        same = code == 0 and outputs(new) == outputs(out)
-        return [*rows, ("with room made it ends well", same, "" if same else last_line(log))]
+        rows.append((what, code == 2 and clean and "disk" in said, said.replace(str(home), "...")))
+        mounted(f"remount,size={3 * size}")
+
+    def disturb(process: Process, stage: str) -> None:
+        mounted(f"remount,size={shutil.disk_usage(mount).used}")
+        refused(f"full in {stage}: exit code 2, one line that says so, nothing half-written", process)
+
+    try:
+        refused("too small: the same", start(moved(command, out, new), log))
+        _, process = in_every_stage(todo, new, log, disturb)
+        return [*rows, ended_well("with room made the same files in the end", process, log, new, out)]
     finally:
         subprocess.run(["umount", mount], check=True)
 
 
-def memory(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+def memory(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
     """The whole export in processes that cannot have more than 10 GB."""
     out, command = todo
-    new, log = home / "robust" / "memory", home / "memory.log"
+    new, log = anew(home, home / "robust" / "memory"), home / "memory.log"
+    process = start(moved(command, out, new), log, MEMORY_LIMIT_BYTES)
+    row = ended_well("in 10 GB of address space the same files", process, log, new, out)
     shutil.rmtree(new, ignore_errors=True)
-    shutil.rmtree(home / "robust-cache", ignore_errors=True)
-    code = start(moved(command, out, new), log, MEMORY_LIMIT_BYTES).wait()
-    same = code == 0 and outputs(new) == outputs(out)
-    shutil.rmtree(new, ignore_errors=True)
-    return [("in 10 GB of address space the same files", same, "" if same else last_line(log))]
+    return [row]
 
 
-def two(step: str, todo: tuple[Path, Command], home: Path) -> list[tuple[str, bool, str]]:
+def two(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
     """Two exports at once in one folder."""
     out, command = todo
     if step != "fp16":
         return []
-    new, log, second_log = home / "robust" / "two", home / "two.log", home / "two-second.log"
-    shutil.rmtree(new, ignore_errors=True)
+    new, log, second_log = anew(home, home / "robust" / "two"), home / "two.log", home / "two-second.log"
     first = start(moved(command, out, new), log)
     while not (new / "manifest.json").is_file() and first.poll() is None:
         time.sleep(0.05)
     second = start(moved(command, out, new), second_log)
     code, said = second.wait(), last_line(second_log)
-    good = first.wait() == 0 and outputs(new) == outputs(out)
+    rows = [("the second one leaves with 2 and says why", code == 2 and "another export" in said,
+             said.replace(str(home), "...")),
+            ended_well("the first one is undisturbed", first, log, new, out)]  # fmt: skip
     shutil.rmtree(new, ignore_errors=True)
-    return [("the second one leaves with 2 and says why", code == 2 and "another export" in said,
-             said.replace(str(home), "...")), ("the first one is undisturbed", good, "")]  # fmt: skip
+    return rows
 
 
 CHECKS: dict[str, Any] = {"killed": killed, "disk": disk, "memory": memory, "two": two}

@@ -40,6 +40,7 @@ def compile_stages(line: Line, n: int, done: dict[str, dict[str, str]]) -> dict[
     for file in files:
         sha = results[f"cut-{stem}"][file] if len(files) > 1 else graphs[file]
         name = Path(file).stem.replace(".", "_")
+        layers, head = block_bytes(line.job.out / file)
 
         def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:
             from exporters.qnn import compile_context
@@ -53,6 +54,7 @@ def compile_stages(line: Line, n: int, done: dict[str, dict[str, str]]) -> dict[
         record = line.stage(
             f"qnn-{name}", {"graph": sha, **weights}, {"chip": chip.name, "soc_model": chip.soc_model},
             versions("exporters/qnn.py", "ringstep/qnn.py", libraries=("onnxruntime", "onnxruntime-qnn")), build,
+            sum(layers) + head,
         )  # fmt: skip
         results[record.name] = record.hashes
     return results

@@ -138,4 +138,7 @@ def read_graph(path: Path) -> onnx.ModelProto:
 
 def _compile(model: Path, context: Path, soc_model: int, fp16: bool) -> dict[str, int]:
     """Runs in the child."""
-    return qnn.assigned_ops(qnn.open_session(model, soc_model=soc_model, fp16=fp16, context=context))
+    # ONNX Runtime names the graph in the binary by a hash of the path it is given: a bare name makes the same
+    # bytes wherever the artifact lies.
+    os.chdir(model.parent)
+    return qnn.assigned_ops(qnn.open_session(Path(model.name), soc_model=soc_model, fp16=fp16, context=context))

@@ -118,6 +118,8 @@ def explain(log: str) -> str:
         return f"the NPU refuses {', '.join(named[:NAMED_NODES])}{more}"
     if "contextCreateFromBinary failed" in log and "NOT_SUPPORTED" in log:
         return "the simulator cannot load this context; one whose graphs share weights runs on phones only"
+    if "Failed to write context cache file" in log:
+        return "the context binary cannot be written: the disk is full or failing"
     errors = re.findall(r"\[E:onnxruntime:.*?\] (.*)", log)
     useful = [line for line in errors if "fallback to CPU EP" not in line]
     return (useful or errors or [last_error(log)])[-1]

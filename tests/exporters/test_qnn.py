@@ -17,6 +17,7 @@ from ringstep.contract import GraphSpec, PartSpec, StepSpec, TensorSpec
 from ringstep.devices import find_device
 from ringstep.engines.qnn_sim import QnnSimEngine, open_graph
 from ringstep.errors import RingstepError
+from ringstep.hashing import sha256_file
 
 pytest.importorskip("onnxruntime_qnn")
 
@@ -154,6 +155,16 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_the_binary_is_the_same_wherever_the_artifact_lies(tmp_path: Path) -> None:
+    digests = set()
+    for place in ("a", "b/c"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        report = compile_context(mlp(folder / "m.onnx", "float16"), folder, chip=CHIP, fp16=True, name="m")
+        digests.add(tuple(sha256_file(path) for path in report.files))
+    assert len(digests) == 1
+
+
 def test_context_without_its_binary_says_so(tmp_path: Path) -> None:
     report = compile_context(mlp(tmp_path / "m.onnx", "float16"), tmp_path, chip=CHIP, fp16=True, name="m")
     report.files[1].unlink()
@@ -226,4 +237,5 @@ def test_explain_reads_qnn_logs() -> None:
     assert qnn.explain(line + "Failed to create device\n" + line + "fallback to CPU EP has been") == (
         "Failed to create device"
     )
+    assert "disk is full" in qnn.explain(line + "Failed to write context cache file.")
     assert qnn.explain("nothing of note") == ""
