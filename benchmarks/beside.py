@@ -82,12 +82,10 @@ class Tool:
 
 def tools(model: Path, home: Path) -> list[Tool]:
     """All rows of a model."""
-    genai, optimum = peers.python("genai"), peers.python("optimum")
     meta = home / "meta"
     ringstep = [Path(sys.executable).parent / "ringstep", "export", model, "--context", str(CONTEXT), "--no-parity"]
     ours = lambda *words: [*ringstep, *words, "--out"]
-    builder = lambda precision: [genai, "-m", "onnxruntime_genai.models.builder", "-i", model, "-p", precision,
-                                 "-e", "cpu", "-c", home / "genai-cache", "-o"]  # fmt: skip
+    builder = lambda precision: export.genai_builder(model, precision, home / "genai-cache")
     flow = lambda *words: [peers.python("executorch"), "-m", "executorch.extension.llm.export.export_llm",
                            "base.model_class=llama3_2", f"base.checkpoint={meta / 'consolidated.pth'}",
                            f"base.params={meta / 'params.json'}", "model.use_kv_cache=True",
@@ -98,7 +96,7 @@ def tools(model: Path, home: Path) -> list[Tool]:
     scheme.write_text(INT4)
     return [
         Tool("ringstep", "ONNX fp32", ours("--format", "onnx", "--precision", "fp32"), "ringstep"),
-        Tool("optimum-onnx", "ONNX fp32", [optimum, "-c", export.UNCHECKED, model], "optimum"),
+        Tool("optimum-onnx", "ONNX fp32", export.optimum(model), "optimum"),
         Tool("genai builder", "ONNX fp32", builder("fp32"), "genai"),
         Tool("ringstep", "ONNX fp16", ours("--format", "onnx", "--precision", "fp16"), "ringstep"),
         Tool("genai builder", "ONNX fp16", builder("fp16"), "genai"),
@@ -128,12 +126,8 @@ def once(tool: Tool, home: Path, ids: list[int], limit: float) -> dict[str, Any]
         made: Run = run(command, home / f"{tool.key}.log", limit)
         found |= {**dataclasses.asdict(made), "disk_bytes": size_bytes(out)}
         python = Path(sys.executable) if tool.name == "ringstep" else peers.python(tool.worker)
-        log = home / f"{tool.key}-decode.log"
-        words = [tool.worker, out, ",".join(map(str, ids)), NEW, THREADS, CONTEXT]
-        taken = run([python, decode.WORKER, *map(str, words)], log, limit)
-        answer = json.loads(log.read_text("utf-8").splitlines()[-1])
-        found |= {"tokens_per_second": (NEW - 1) / answer["decode_seconds"], "ids": answer["ids"],
-                  "decode_anon_bytes": taken.anon_bytes}  # fmt: skip
+        said = decode.decode(tool.worker, out, ids, NEW, THREADS, CONTEXT, python, limit)
+        found |= {name: said[name] for name in ("tokens_per_second", "ids")} | {"decode_anon_bytes": said["anon_bytes"]}
     except RunFailed as error:
         found["failed"] = f"{'decode' if 'seconds' in found else 'export'}: {error.reason}"
     shutil.rmtree(out, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -38,12 +39,12 @@ def artifacts(context: int) -> dict[str, Path]:
 
 
 def decode(tool: str, folder: Path, ids: list[int], n: int, threads: int, context: int, python: Path,
-           ) -> dict[str, Any]:  # fmt: skip
-    """Run one tool once; tokens a second over the n - 1 steps after the first new token."""
+           limit_bytes: float = math.inf) -> dict[str, Any]:  # fmt: skip
+    """Run one tool once; tokens a second over the n - 1 steps after the first new token. RunFailed when it fails."""
     OUT.mkdir(parents=True, exist_ok=True)
     log = OUT / f"{tool}.log"
     words = [tool, folder, ",".join(map(str, ids)), n, threads, context]
-    taken: Run = run([python, WORKER, *map(str, words)], log)
+    taken: Run = run([python, WORKER, *map(str, words)], log, limit_bytes)
     result = json.loads(log.read_text("utf-8").splitlines()[-1])
     rate = (n - 1) / result["decode_seconds"]
     return {**result, "tokens_per_second": rate, **dataclasses.asdict(taken)}

@@ -35,15 +35,25 @@ def commands(model: Path, context: int) -> dict[str, list[str | Path]]:
     """Return each row's command, without its output folder where that comes last."""
     ringstep: list[str | Path] = [Path(sys.executable).parent / "ringstep", "export", model, "--format", "onnx",
                 "--precision", "fp32", "--context", str(context)]  # fmt: skip
-    optimum, genai = peers.env("optimum") / "bin", peers.python("genai")
     return {
         OURS: [*ringstep, "--no-parity", "--out"],
         "ringstep, proven": [*ringstep, "--out"],
-        "genai": [genai, "-m", "onnxruntime_genai.models.builder", "-i", model, "-p", "fp32", "-e", "cpu",
-                  "-c", OUT / "genai-cache", "-o"],
-        "optimum": [optimum / "python", "-c", UNCHECKED, model],
-        "optimum, checked": [optimum / "optimum-cli", "export", "onnx", "--model", model, "--task", TASK],
+        "genai": genai_builder(model, "fp32", OUT / "genai-cache"),
+        "optimum": optimum(model),
+        "optimum, checked": [peers.env("optimum") / "bin" / "optimum-cli", "export", "onnx", "--model", model,
+                             "--task", TASK],
     }  # fmt: skip
+
+
+def genai_builder(model: Path, precision: str, cache: Path) -> list[str | Path]:
+    """onnxruntime-genai's model builder, for the CPU; the output folder follows."""
+    return [peers.python("genai"), "-m", "onnxruntime_genai.models.builder", "-i", model, "-p", precision, "-e", "cpu",
+            "-c", cache, "-o"]  # fmt: skip
+
+
+def optimum(model: Path) -> list[str | Path]:
+    """optimum-onnx without its check; the output folder follows."""
+    return [peers.python("optimum"), "-c", UNCHECKED, model]
 
 
 def output(row: str) -> Path:

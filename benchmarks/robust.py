@@ -99,9 +99,8 @@ def left(folder: Path) -> list[str]:
 
 def ended_well(what: str, process: subprocess.Popen[bytes], log: Path, new: Path, out: Path) -> Row:
     """Exit code 0, the undisturbed export's files, nothing temporary."""
-    wrong = [*sorted(dict(outputs(new).items() ^ outputs(out).items())), *left(new)]
-    if process.wait():
-        wrong.append(last_line(log))
+    said = [last_line(log)] if process.wait() else []
+    wrong = [*said, *sorted(dict(outputs(new).items() ^ outputs(out).items())), *left(new)]
     return what, not wrong, " ".join(wrong)
 
 
@@ -160,7 +159,7 @@ def killed(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
 def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
     """Export into a file system of half the size that is needed, then into one that gets full in every stage."""
     out, command = todo
-    mount = home / "robust" / "disk"
+    mount = home / "robust" / "small"  # its name is in what is said
     new, log, size = anew(home, mount / "artifact"), home / "disk.log", size_bytes(out)
     mount.mkdir(parents=True, exist_ok=True)
     mounted = lambda options: subprocess.run(["mount", "-t", "tmpfs", "tmpfs", mount, "-o", options],
@@ -171,16 +170,22 @@ def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
 
     def refused(what: str, process: Process) -> None:
         code, said = process.wait(), last_line(log)
-        clean = not left(new) and all((new / name).is_file() for name in outputs(new))
-        rows.append((what, code == 2 and clean and "disk" in said, said.replace(str(home), "...")))
         mounted(f"remount,size={3 * size}")
+        if code:  # else it had written all
+            clean = not left(new) and all((new / name).is_file() for name in outputs(new))
+            rows.append((what, code == 2 and clean and "disk" in said, said.replace(str(home), "...")))
 
     def disturb(process: Process, stage: str) -> None:
-        mounted(f"remount,size={shutil.disk_usage(mount).used}")
-        refused(f"full in {stage}: exit code 2, one line that says so, nothing half-written", process)
+        os.killpg(process.pid, signal.SIGSTOP)  # what it writes on meanwhile would be more than the new size
+        if not mounted(f"remount,size={shutil.disk_usage(mount).used}"):
+            raise SystemExit(f"{mount} cannot be made smaller")
+        os.killpg(process.pid, signal.SIGCONT)
+        refused(f"full in {stage}: the same", process)
 
     try:
-        refused("too small: the same", start(moved(command, out, new), log))
+        refused("too small: exit code 2, one line that says so, nothing half-written",
+                start(moved(command, out, new), log))
+        anew(home, new)
         _, process = in_every_stage(todo, new, log, disturb)
         return [*rows, ended_well("with room made the same files in the end", process, log, new, out)]
     finally:

@@ -325,7 +325,7 @@ def _place(
 def _need_space(folder: Path, moved: list[tuple[ir.TensorProtocol, int]]) -> None:
     needed = sum(nbytes(tensor) for tensor, _ in moved)
     if needed > (free := shutil.disk_usage(folder).free):
-        raise RingstepError(f"{folder}: {needed} bytes of weights do not fit, {free} are free")
+        raise RingstepError(f"{folder}: {needed} bytes of weights do not fit on the disk, {free} are free")
 
 
 def _copy(tensor: ir.TensorProtocol, out: BinaryIO, tick: Tick) -> None:
