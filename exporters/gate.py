@@ -246,7 +246,7 @@ def differences(rows: Sequence[Row], baseline: Baseline) -> list[tuple[str, str,
 def save_baseline(rows: Sequence[Row], kept: Baseline, path: Path = BASELINE) -> None:
     """Write the rows' figures, and of the old ones those in `kept`, atomically."""
     from ringstep.files import write_json
-    from ringstep.manifest import library_versions
+    from ringstep.stage import library_versions
 
     if not path.parent.is_dir():
         raise RingstepError(f"{path.parent}: not there; a baseline is written in a checkout of ringstep's sources")

@@ -24,7 +24,8 @@ from ringstep.checkpoint import Checkpoint, open_checkpoint
 from ringstep.contract import DTYPE_BYTES, StepSpec
 from ringstep.devices import Device
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, intact, library_versions, open_folder, remove_output, run_stage
+from ringstep.manifest import Manifest, StageRecord, open_folder
+from ringstep.stage import intact, library_versions, remove_output, run_stage
 
 if TYPE_CHECKING:
     import numpy as np

@@ -169,7 +169,7 @@ def open_in(checkpoint: Checkpoint, dtype: Any) -> Reference:
 
 def facts(checkpoint: Checkpoint, made: Reference) -> dict[str, str]:
     """What made a golden."""
-    from ringstep.manifest import library_versions
+    from ringstep.stage import library_versions
 
     return {"model": checkpoint.label, "checkpoint": checkpoint.fingerprint(), "source": made.source,
             **library_versions("ringstep", "transformers", "torch")}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringstep.manifest import library_versions, source_hash
+from ringstep.stage import library_versions, source_hash
 
 # What turns a checkpoint's files into tensors and texts.
 READERS = tuple(f"ringstep/{name}.py" for name in (

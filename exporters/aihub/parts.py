@@ -19,7 +19,8 @@ from exporters.stages import versions
 from ringstep import console
 from ringstep.contract import GraphSpec, PartSpec, StepSpec
 from ringstep.errors import RingstepError, did_you_mean
-from ringstep.manifest import Manifest, StageRecord, run_stage
+from ringstep.manifest import Manifest, StageRecord
+from ringstep.stage import run_stage
 
 HOME = "profiles"
 HEAD = "head"

@@ -163,7 +163,7 @@ def as_profile(job: Job, folder: Path, verdict: Verdict, made: Origin) -> Profil
 
 def versions(job: Job) -> dict[str, str]:
     """What a profile depends on besides the model: who compiled it, and by what it was measured."""
-    from ringstep.manifest import library_versions
+    from ringstep.stage import library_versions
 
     found = {"compiler": str(job.about.get("compiler", ""))} | library_versions("ringstep", "qai-hub")
     return {name: version for name, version in found.items() if version}

@@ -17,7 +17,8 @@ from exporters.stages import READERS, versions
 from ringstep import child, console, qairt
 from ringstep.errors import RingstepError, did_you_mean
 from ringstep.files import read_text
-from ringstep.manifest import Manifest, library_versions, open_folder
+from ringstep.manifest import Manifest, open_folder
+from ringstep.stage import library_versions
 from ringstep.tensor_file import parse_json
 
 if TYPE_CHECKING:

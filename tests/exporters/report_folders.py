@@ -12,7 +12,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from ringstep.contract import CacheKind, CacheSpec, GraphSpec, MaskSpec, RotarySpec, StepSpec, io_tensors
-from ringstep.manifest import open_folder, run_stage
+from ringstep.manifest import open_folder
+from ringstep.stage import run_stage
 
 LAYERS: list[tuple[CacheKind, int | None]] = [("ring", 16), ("ring", 16), ("append", None), ("ring", 16)]
 CONTEXT, HEADS, DIM = 64, 2, 32
