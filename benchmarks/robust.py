@@ -177,8 +177,10 @@ def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
 
     def disturb(process: Process, stage: str) -> None:
         os.killpg(process.pid, signal.SIGSTOP)  # what it writes on meanwhile would be more than the new size
-        if not mounted(f"remount,size={shutil.disk_usage(mount).used}"):
-            raise SystemExit(f"{mount} cannot be made smaller")
+        for _ in range(500):
+            if mounted(f"remount,size={shutil.disk_usage(mount).used}"):
+                break
+            time.sleep(0.01)  # a write under way ends first
         os.killpg(process.pid, signal.SIGCONT)
         refused(f"full in {stage}: the same", process)
 

@@ -188,7 +188,7 @@ def write_model(
     is written. `check` sees the finished file under a temporary name; what it raises leaves the old files alone.
     `tick` is told the bytes copied. Raises RingstepError when the disk is full or the folder cannot be written.
     """
-    data_name = _data_name(path, keep)
+    data_name = _data_name(model, path, keep)
     with staged(model, path, keep=keep, data_name=data_name, tick=tick) as temporary:
         if check is not None:
             check(temporary)
@@ -227,7 +227,7 @@ def staged(
             lock = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            data_name = data_name or _data_name(path, keep)
+            data_name = data_name or _data_name(model, path, keep)
             places, moved = _place(model, data_name, keep)
             _need_space(folder, moved)
             if moved:
@@ -278,14 +278,16 @@ Place = tuple[str, int, int]
 """Data file, offset and length of a tensor, by id of the tensor object."""
 
 
-def _data_name(path: Path, keep: Path | None) -> str:
+def _data_name(model: ir.Model, path: Path, keep: Path | None) -> str:
     if keep is None:
         return f"{path.name}.data"
-    # The data file of an earlier run may hold weights that stay: never overwrite it.
+    # The data file of an earlier run may hold weights that stay, of this model or, in place, of another: never
+    # overwrite it. What lies in `keep` alone is not asked, or a second export's files would be called otherwise.
+    stay = {Path(t.path).name for t in _tensors(model.graph) if isinstance(t, ir.ExternalTensor)}
     count = 1
-    while (keep / f"{path.name}.data{count}").exists():
+    while (name := f"{path.name}.data{count}") in stay or path.with_name(name).exists():
         count += 1
-    return f"{path.name}.data{count}"
+    return name
 
 
 def _place(

@@ -92,6 +92,21 @@ def test_in_place_leaves_weights_where_they_are(tmp_path: Path) -> None:
     run(tmp_path / "a.onnx", feeds())
 
 
+def test_a_second_stage_names_its_data_as_the_first(tmp_path: Path) -> None:
+    onnx.save(linear(), tmp_path / "traced.onnx")
+    for number in range(2):
+        stage = tmp_path / f"stage{number}"
+        write_model(read_model(tmp_path / "traced.onnx"), stage / "a.onnx", keep=tmp_path)
+        assert sorted(os.listdir(stage)) == ["a.onnx", "a.onnx.data1"]
+        for file in stage.iterdir():
+            os.replace(file, tmp_path / file.name)
+    want = (tmp_path / "a.onnx.data1").read_bytes()
+    # What the model itself refers to stays.
+    write_model(read_model(tmp_path / "a.onnx"), tmp_path / "stage2" / "a.onnx", keep=tmp_path)
+    assert (tmp_path / "a.onnx.data1").read_bytes() == want
+    assert os.listdir(tmp_path / "stage2") == ["a.onnx"]
+
+
 def test_onto_itself(tmp_path: Path) -> None:
     onnx.save(linear(), tmp_path / "a.onnx")
     want = run(tmp_path / "a.onnx", feeds())["y"]
