@@ -28,12 +28,13 @@ import export
 import full_size
 import numpy as np
 import peers
-from measure import BUILD, ROOT, Run, RunFailed, machine, ratio, rotated, run, size_bytes
+from measure import BUILD, ROOT, Run, RunFailed, at_least_one, machine, ratio, rotated, run, size_bytes
 
 from ringstep import console
 from ringstep.files import write_json, write_whole
 
 OUT = BUILD / "beside"
+GROUPS = ("ONNX fp32", "ONNX fp16", "ONNX int4", "XNNPACK fp32", "XNNPACK 8da4w")
 ROUNDS = {"smollm2-135m": 3, "llama-1b": 1}
 CONTEXT, PROMPT, NEW, THREADS = 1024, 32, 64, 2
 SPARE_BYTES = 1.5e9  # of the machine's memory: past the rest a run is killed before the kernel kills another process
@@ -143,7 +144,7 @@ def measure(name: str, groups: list[str], rounds: int) -> dict[str, Any]:
     config = json.loads((model / "config.json").read_text())
     convert = [peers.python("executorch"), ROOT / "benchmarks" / "meta_checkpoint.py", model, home / "meta"]
     subprocess.run(convert, check=True)
-    every = [tool for tool in tools(model, home) if not groups or tool.group in groups]
+    every = [tool for tool in tools(model, home) if tool.group in groups]
     ids = np.random.default_rng(0).integers(3, config["vocab_size"], PROMPT).tolist()
     limit = before["memory_bytes"] - SPARE_BYTES
     for index in range(rounds):
@@ -201,8 +202,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=ROUNDS, default=list(ROUNDS))
-    parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{n} of {m}" for m, n in ROUNDS.items()))
-    parser.add_argument("--groups", nargs="+", default=[], help="such as 'ONNX fp16'; default: all")
+    usual = ", ".join(f"{n} of {m}" for m, n in ROUNDS.items())
+    parser.add_argument("--rounds", type=at_least_one, help=f"default: {usual}")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     whole: dict[str, Any] = {"models": [], "versions": export.versions(["genai", "optimum", "executorch"]),

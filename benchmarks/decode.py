@@ -17,7 +17,7 @@ from typing import Any
 
 import export
 import peers
-from measure import BUILD, ROOT, Run, machine, ratio, rotated, run
+from measure import BUILD, ROOT, Run, at_least_one, machine, ratio, rotated, run
 
 from ringstep import console
 
@@ -120,7 +120,7 @@ def show(result: dict[str, Any], ours: str = OURS) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens, the prompt's first one included")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=1024, help="tokens that our and genai's caches hold")

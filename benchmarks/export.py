@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import peers
-from measure import BUILD, ROOT, Run, machine, ratio, rotated, run, size_bytes
+from measure import BUILD, ROOT, Run, at_least_one, machine, ratio, rotated, run, size_bytes
 
 from ringstep import console
 
@@ -147,7 +147,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--context", type=int, default=1024, help="tokens that ringstep's caches hold")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

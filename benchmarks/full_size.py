@@ -64,7 +64,9 @@ def checkpoint(name: str, sizes: dict[str, int], home: Path) -> Path:
     maker = ROOT / "benchmarks" / "make_checkpoint.py"
     if not path.is_file() or path.read_text() != wanted or path.stat().st_mtime < maker.stat().st_mtime:
         words = [f"{size}={number}" for size, number in sizes.items()]
-        subprocess.run([sys.executable, maker, name, folder, "--set", *words], check=True, stdout=sys.stderr)
+        made = subprocess.run([sys.executable, maker, name, folder, "--set", *words], stdout=sys.stderr)
+        if made.returncode:
+            sys.exit(made.returncode)
     return folder
 
 

@@ -36,6 +36,7 @@ SINK_ID, SINK_VALUE, COMMON_VALUE = 0, 4000.0, 0.5
 
 SPARK = json.loads((ROOT / "tests" / "data" / "spark2_5_tiny" / "config.json").read_text()) | {
     "dtype": "bfloat16", "vocab_size": 131072, "head_dim": 256, "sliding_window": 512}  # fmt: skip
+MARK = "made-up.txt"  # in every folder written here
 # Figures of the published models; 1.7B's intermediate_size follows from its file's size.
 CONFIGS: dict[str, dict[str, Any]] = {
     "spark2_5-1.7b": SPARK | {"hidden_size": 2048, "intermediate_size": 6656, "num_hidden_layers": 28,
@@ -72,16 +73,25 @@ def config_of(name: str, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def make(config: dict[str, Any], folder: Path) -> int:
-    """Write the checkpoint; returns its bytes of weights. A folder that is there is replaced when all is written."""
+    """Write the checkpoint; returns its bytes of weights. One made here before is replaced when all is written.
+
+    Exits where the folder holds anything else: a real checkpoint's files have the same names.
+    """
     from recipes import plan_for
 
+    if folder.exists() and not (folder / MARK).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
+        sys.exit(f"{folder} is no checkpoint made by {Path(__file__).name}; move it away or name another")
     shapes = plan_for(config).expected()
     if config.get("tie_word_embeddings"):
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        sys.exit(f"{folder} cannot be written: {error.strerror}")
     (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (temporary / MARK).write_text("Random weights of the right sizes and statistics, for measuring. No model.\n")
     write_tokenizer(temporary)
     shards = list(split(shapes))
     places: dict[str, str] = {}

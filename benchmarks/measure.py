@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -107,6 +108,13 @@ def read(path: Path) -> str:
         return path.read_text("utf-8", "replace")
     except OSError:
         return ""
+
+
+def at_least_one(text: str) -> int:
+    """A number of rounds, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1")
+    return int(text)
 
 
 def size_bytes(folder: Path) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import decode
 import export
 import peers
-from measure import size_bytes
+from measure import at_least_one, size_bytes
 
 from ringstep import console
 
@@ -57,7 +57,7 @@ def measure(rounds: int, n: int, context: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens, the prompt's first one included")
     parser.add_argument("--context", type=int, default=512, help="tokens that caches hold")
     parser.add_argument("--json", action="store_true")

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx
 import peers
-from measure import BUILD, ROOT, Run, machine, ratio, rotated, run
+from measure import BUILD, ROOT, Run, at_least_one, machine, ratio, rotated, run
 
 from ringstep import child, console, qnn
 from ringstep.devices import find_device
@@ -139,7 +139,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = measure(args.rounds)
