@@ -46,7 +46,7 @@ def run_stage(
     returns do its files move into the artifact folder, replacing those of the stage's earlier run; when it
     raises or is interrupted the artifact folder stays as it was.
 
-    Raises RingstepError for a disk too small or an unacceptable output path, and what `build` raises.
+    Raises RingstepError for a disk too small, a file too large for it or an unacceptable output path, and what `build` raises.
     """
     if not manifest.locked:
         raise RuntimeError("run_stage needs a manifest from open_folder")
@@ -81,6 +81,10 @@ def run_stage(
         )
         _commit(manifest, record, temporary)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise RingstepError(
+                f"{folder}: stage {name} was undone, its files are larger than the file system or ulimit -f allows"
+            ) from error
         if not _is_disk_full(error, folder):
             raise
         needs = f", it needs {needs_bytes} bytes" if needs_bytes else ""

@@ -251,6 +251,12 @@ def test_a_full_disk_is_one_line_and_undone(tmp_path: Path, monkeypatch: pytest.
         )
 
 
+def test_a_file_too_large_for_the_file_system_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(RingstepError, match="stage a was undone, its files are larger than the file system"):
+        stage(tmp_path, raises(OSError(errno.EFBIG, "File too large")))
+    assert set(contents(tmp_path)) == {"manifest.json", LOCK}
+
+
 CHILD = """
 import sys, time
 from pathlib import Path
