@@ -46,7 +46,8 @@ def run_stage(
     returns do its files move into the artifact folder, replacing those of the stage's earlier run; when it
     raises or is interrupted the artifact folder stays as it was.
 
-    Raises RingstepError for a disk too small, a file too large for it or an unacceptable output path, and what `build` raises.
+    Raises RingstepError for a disk too small, a file too large for it or an unacceptable output path, and what `build`
+    raises.
     """
     if not manifest.locked:
         raise RuntimeError("run_stage needs a manifest from open_folder")
