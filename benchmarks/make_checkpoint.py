@@ -24,6 +24,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ringstep.errors import RingstepError
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -36,6 +38,7 @@ SINK_ID, SINK_VALUE, COMMON_VALUE = 0, 4000.0, 0.5
 
 SPARK = json.loads((ROOT / "tests" / "data" / "spark2_5_tiny" / "config.json").read_text()) | {
     "dtype": "bfloat16", "vocab_size": 131072, "head_dim": 256, "sliding_window": 512}  # fmt: skip
+TOKENS = 3 + 256  # of the tokenizer: special ones, and one a byte
 MARK = "made-up.txt"  # in every folder written here
 # Figures of the published models; 1.7B's intermediate_size follows from its file's size.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -64,7 +67,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def config_of(name: str, sizes: dict[str, int]) -> dict[str, Any]:
     """The config of a model, some of its sizes changed: {"num_hidden_layers": 4} keeps the first four layers."""
     config = CONFIGS[name] | sizes
-    if unknown := sizes.keys() - CONFIGS[name].keys():
+    known = {key for key, value in CONFIGS[name].items() if type(value) is int and not key.endswith("_token_id")}
+    if unknown := sizes.keys() - known:
         sys.exit(f"{name} has no size {', '.join(sorted(unknown))}")
     count = config["num_hidden_layers"]
     if config["model_type"] == "spark2_5":
@@ -81,7 +85,12 @@ def make(config: dict[str, Any], folder: Path) -> int:
 
     if folder.exists() and not (folder / MARK).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
         sys.exit(f"{folder} is no checkpoint made by {Path(__file__).name}; move it away or name another")
-    shapes = plan_for(config).expected()
+    if config["vocab_size"] < TOKENS:
+        sys.exit(f"vocab_size={config['vocab_size']}: the tokenizer alone has {TOKENS}")
+    try:
+        shapes = plan_for(config).expected()
+    except RingstepError as error:
+        sys.exit(str(error))
     if config.get("tie_word_embeddings"):
         shapes = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -197,7 +206,7 @@ def sizes_of(words: list[str]) -> dict[str, int]:
     found = {}
     for word in words:
         name, _, number = word.partition("=")
-        if not number.isdigit() or not int(number):
+        if not number.isascii() or not number.isdecimal() or not 0 < int(number) < 1 << 31:
             sys.exit(f"{word}: a size is written NAME=NUMBER, such as num_hidden_layers=4")
         found[name] = int(number)
     return found

@@ -23,6 +23,7 @@ from ringstep.devices import find_device
 from ringstep.encoding import open_prefix, open_table
 from ringstep.engines.base import Arrays
 from ringstep.errors import RingstepError
+from ringstep.manifest import changed_files, manifest_of
 from ringstep.session import DecodeSession
 
 TIMEOUT_SECONDS = 1800.0
@@ -54,6 +55,8 @@ def block_parity(folder: Path, engine: str, n: int, tick: Callable[[float], Any]
     from exporters.aihub.verdict import compare
 
     spec = StepSpec.load(folder)
+    if changed := changed_files(manifest_of(folder)):
+        raise RingstepError(changed[0])
     graph = spec.graph(n)
     chip = spec.target.get("chip")
     if engine == "qnn-sim" and not chip:

@@ -10,13 +10,15 @@ from exporters.memory import CONTEXTS, fixed_bytes, kv_table, on_devices
 from ringstep import console
 from ringstep.contract import CacheSpec, StepSpec
 from ringstep.errors import RingstepError
-from ringstep.manifest import FILE, manifest_of
+from ringstep.manifest import FILE, changed_files, manifest_of
 
 
 def describe(artifact: Path) -> dict[str, Any]:
     """An artifact as plain values. Raises RingstepError for a folder that is none."""
     spec = StepSpec.load(artifact)
     manifest = manifest_of(artifact)
+    for line in changed_files(manifest):
+        console.warn(line)
     # Every cache of one kind is alike: list kinds, not layers.
     kinds: dict[tuple[Any, ...], list[CacheSpec]] = {}
     for cache in spec.caches:

@@ -154,6 +154,20 @@ def manifest_of(folder: Path) -> Manifest:
     return Manifest.load(folder)
 
 
+def changed_files(manifest: Manifest) -> list[str]:
+    """A line for every recorded file that is missing or of another size; what files hold is not read."""
+    lines = []
+    for record in manifest.stages.values():
+        for name, output in record.outputs.items():
+            path = manifest.path(name)
+            size = path.stat().st_size if path.is_file() else None
+            if size is None:
+                lines.append(f"{path} is missing, export again")
+            elif size != output.bytes:
+                lines.append(f"{path} has {size} bytes where {FILE} says {output.bytes}, export again")
+    return lines
+
+
 @contextmanager
 def open_folder(folder: Path | str) -> Iterator[Manifest]:
     """Create or reopen an artifact folder for writing and hold its lock; what a dead run left is cleaned up.

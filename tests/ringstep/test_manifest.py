@@ -10,7 +10,7 @@ from stage_runs import contents, stage, writes
 
 from ringstep.contract import StepSpec
 from ringstep.errors import RingstepError
-from ringstep.manifest import Manifest, StageRecord, open_folder
+from ringstep.manifest import Manifest, StageRecord, changed_files, open_folder
 from ringstep.stage import run_stage
 
 
@@ -28,6 +28,17 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(RingstepError, match="no artifact; give the folder of an export"):
         Manifest.load(tmp_path)
+
+
+def test_changed_files_are_named(tmp_path: Path) -> None:
+    stage(tmp_path, writes({"x": "1", "sub/y": "22"}))
+    assert changed_files(Manifest.load(tmp_path)) == []
+    (tmp_path / "x").write_text("123")
+    (tmp_path / "sub" / "y").unlink()
+    lines = changed_files(Manifest.load(tmp_path))
+    assert sorted(line.removeprefix(str(tmp_path)) for line in lines) == [
+        "/sub/y is missing, export again", "/x has 3 bytes where manifest.json says 1, export again",
+    ]  # fmt: skip
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
