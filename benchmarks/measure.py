@@ -9,6 +9,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ def run(command: Sequence[str | Path], log: Path, limit_bytes: float = math.inf)
 
     It is killed when its processes together hold more than `limit_bytes` of anonymous memory.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as Ctrl-C: the child ends too
     os.sync()  # the previous run's dirty pages are not this run's work
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as stream:
