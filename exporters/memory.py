@@ -17,7 +17,9 @@ def kv_bytes(caches: Sequence[CacheSpec], context: int, flat: bool, item_bytes: 
     """Bytes of all caches at a context; `flat` gives every layer a full cache, `item_bytes` another element size."""
     total = 0
     for cache in caches:
-        length = context - 1 if flat or cache.window is None else min(context, cache.window) - 1
+        # A window whose cache is longer was exported with all positions kept (--layout sliding=append).
+        whole = flat or cache.window is None or cache.length >= cache.window
+        length = max(1, (context if whole else min(context, cache.window or context)) - 1)
         total += 2 * cache.kv_heads * cache.head_dim * length * (item_bytes or DTYPE_BYTES[cache.dtype])
     return total
 
@@ -38,13 +40,16 @@ def fixed_bytes(spec: StepSpec, manifest: Manifest) -> dict[str, Any]:
     """What is in memory whatever the context: graphs with their weights, and the table that the host reads.
 
     A loaded context binary takes its file's size and what the compiler's own estimate adds to the weights; decode and
-    prefill are binaries of their own, each with its copy. Without binaries the weight files stand for them.
+    prefill are binaries of their own, each with its copy. A .pte counts as its file's size. Without either the weight
+    files stand for them.
     """
     from sanitize.rules.memory import OVERHEAD
 
     sizes = {path: output.bytes for record in manifest.stages.values() for path, output in record.outputs.items()}
     binaries = [size for path, size in sizes.items() if path.startswith("qnn/") and path.endswith(".bin")]
     table = spec.embedding.file if spec.embedding else ""
+    if not binaries and (modules := [size for path, size in sizes.items() if path.endswith(".pte")]):
+        return {"graphs": sum(modules), "from": ".pte files", "table": sizes.get(table, 0)}
     weights = ("onnx/weights.bin", "onnx/quantised.bin")
     graphs = round(OVERHEAD * sum(binaries)) if binaries else sum(sizes.get(path, 0) for path in weights)
     return {"graphs": graphs, "from": "context binaries" if binaries else "weight files", "table": sizes.get(table, 0)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,15 @@ def test_the_budget_of_spark_is_the_published_one(spec: StepSpec) -> None:
         assert row["hybrid_16bit"] == 2 * row["hybrid_8bit"] and row["flat"] == row["flat_16bit"]
 
 
+@pytest.mark.parametrize("layouts", [{}, {"sliding": "append"}])
+@pytest.mark.parametrize("context", [1, 256, 512, 513, 4096])
+def test_the_row_of_an_artifacts_own_context_is_what_its_caches_hold(context: int, layouts: dict[str, Any]) -> None:
+    options = Options(dtype="float16", layout=layouts)
+    made = step_spec(plan_for(SPARK), options, model="spark", context=context, chunks=(1,), eos=())
+    own = next(row for row in kv_table(made) if row["context"] == context)
+    assert own["hybrid"] == sum(cache.nbytes for cache in made.caches)
+
+
 def record(name: str, sizes: dict[str, int]) -> StageRecord:
     outputs = {path: Output("0" * 64, size) for path, size in sizes.items()}
     return StageRecord(name, "", {}, {}, {}, outputs, 0.0, 0, {})
@@ -59,6 +69,11 @@ def test_what_fits_on_a_phone(spec: StepSpec, tmp_path: Path) -> None:
     manifest.stages["qnn"] = record("qnn", binaries)
     fixed = fixed_bytes(spec, manifest)
     assert fixed["graphs"] == round(1.025 * 3e9) and fixed["from"] == "context binaries"
+    manifest.stages["executorch"] = record("executorch", {"executorch/model.pte": 10**9})
+    assert fixed_bytes(spec, manifest) == fixed
+    del manifest.stages["qnn"]
+    assert fixed_bytes(spec, manifest) == {"graphs": 10**9, "from": ".pte files", "table": 536_870_912}
+    manifest.stages["qnn"] = record("qnn", binaries)
     rows = {row["device"]: row for row in on_devices(spec, manifest)}
     at = {c["context"]: c for c in rows["galaxy-s24"]["contexts"]}
     assert at[4096]["needs"] == fixed["graphs"] + fixed["table"] + kv_table(spec)[1]["hybrid"]
