@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import subprocess
@@ -102,6 +103,14 @@ def stages(out: Path, before: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(name: str, sizes: dict[str, int], context: int, steps: list[str], home: Path) -> dict[str, Any]:
     """Run the steps in order; a step's folder is removed first, but for those that go on in another's."""
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = (home / ".lock").open("w")  # held while this process lives: folders in there are removed
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{home} is being measured by another run; wait or name another --home")
+    except OSError as error:
+        sys.exit(f"{home} cannot be written: {error.strerror}")
     model = checkpoint(name, sizes, home)
     todo, rows = commands(model, home, context), []
     shutil.rmtree(home / "copy", ignore_errors=True)

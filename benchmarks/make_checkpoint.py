@@ -97,23 +97,34 @@ def make(config: dict[str, Any], folder: Path) -> int:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
+        needed, free = 2 * sum(map(math.prod, shapes.values())), shutil.disk_usage(temporary).free
+        if needed > free:
+            sys.exit(f"{folder} needs {needed} bytes of disk, {free} are free")
+        total = write(config, shapes, temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
     except OSError as error:
         sys.exit(f"{folder} cannot be written: {error.strerror}")
-    (temporary / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (temporary / MARK).write_text("Random weights of the right sizes and statistics, for measuring. No model.\n")
-    write_tokenizer(temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return total
+
+
+def write(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
+    """Write all files; returns the bytes of weights."""
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / MARK).write_text("Random weights of the right sizes and statistics, for measuring. No model.\n")
+    write_tokenizer(folder)
     shards = list(split(shapes))
     places: dict[str, str] = {}
     total = 0
     for index, names in enumerate(shards, 1):
         file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        total += write_shard(temporary / file, {name: shapes[name] for name in names}, config)
+        total += write_shard(folder / file, {name: shapes[name] for name in names}, config)
         places |= dict.fromkeys(names, file)
         print(f"{file}: {len(names)} tensors, {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
     index_file = {"metadata": {"total_size": total}, "weight_map": places}
-    (temporary / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1) + "\n")
     return total
 
 
@@ -206,7 +217,7 @@ def sizes_of(words: list[str]) -> dict[str, int]:
     found = {}
     for word in words:
         name, _, number = word.partition("=")
-        if not number.isascii() or not number.isdecimal() or not 0 < int(number) < 1 << 31:
+        if not number.isascii() or not number.isdecimal() or len(number) > 10 or not 0 < int(number) < 1 << 31:
             sys.exit(f"{word}: a size is written NAME=NUMBER, such as num_hidden_layers=4")
         found[name] = int(number)
     return found
