@@ -181,6 +181,10 @@ def disk(step: str, todo: tuple[Path, Command], home: Path) -> list[Row]:
             if mounted(f"remount,size={shutil.disk_usage(mount).used}"):
                 break
             time.sleep(0.01)  # a write under way ends first
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise SystemExit(f"{mount} cannot be made smaller")
         os.killpg(process.pid, signal.SIGCONT)
         refused(f"full in {stage}: the same", process)
 

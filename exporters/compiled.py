@@ -22,6 +22,7 @@ def compile_stages(line: Line, n: int, done: dict[str, dict[str, str]]) -> dict[
     chip, fp16, whole = line.device.chip, line.device.chip.fp16, line.job.out / "onnx" / graph_file(n)
     stem = whole.stem
     files, results = [f"onnx/{whole.name}"], {}
+    cuts: list[int] = []
     graphs, weights = (done["qdq"], done["round"]) if line.quantised else (done["sanitize"], done["weights"])
     layers, head = block_bytes(whole)
     if sum(layers) + head > line.job.part_bytes:
@@ -37,10 +38,10 @@ def compile_stages(line: Line, n: int, done: dict[str, dict[str, str]]) -> dict[
                             versions("exporters/cut.py", libraries=("onnx-ir",)), build_parts)  # fmt: skip
         results[record.name] = record.hashes
         files = sorted(record.outputs, key=lambda f: int(f.split(".part")[1].split(".")[0]))
-    for file in files:
+    blocks, bounds = [*layers, head], [0, *(after + 1 for after in cuts), len(layers) + 1]
+    for file, first, end in zip(files, bounds[:-1], bounds[1:], strict=True):
         sha = results[f"cut-{stem}"][file] if len(files) > 1 else graphs[file]
         name = Path(file).stem.replace(".", "_")
-        layers, head = block_bytes(line.job.out / file)
 
         def build(folder: Path, file: str = file, name: str = name) -> dict[str, Any]:
             from exporters.qnn import compile_context
@@ -54,7 +55,7 @@ def compile_stages(line: Line, n: int, done: dict[str, dict[str, str]]) -> dict[
         record = line.stage(
             f"qnn-{name}", {"graph": sha, **weights}, {"chip": chip.name, "soc_model": chip.soc_model},
             versions("exporters/qnn.py", "ringstep/qnn.py", libraries=("onnxruntime", "onnxruntime-qnn")), build,
-            sum(layers) + head,
+            sum(blocks[first:end]),
         )  # fmt: skip
         results[record.name] = record.hashes
     return results

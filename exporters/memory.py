@@ -48,11 +48,14 @@ def fixed_bytes(spec: StepSpec, manifest: Manifest) -> dict[str, Any]:
     sizes = {path: output.bytes for record in manifest.stages.values() for path, output in record.outputs.items()}
     binaries = [size for path, size in sizes.items() if path.startswith("qnn/") and path.endswith(".bin")]
     table = spec.embedding.file if spec.embedding else ""
-    if not binaries and (modules := [size for path, size in sizes.items() if path.endswith(".pte")]):
-        return {"graphs": sum(modules), "from": ".pte files", "table": sizes.get(table, 0)}
-    weights = ("onnx/weights.bin", "onnx/quantised.bin")
-    graphs = round(OVERHEAD * sum(binaries)) if binaries else sum(sizes.get(path, 0) for path in weights)
-    return {"graphs": graphs, "from": "context binaries" if binaries else "weight files", "table": sizes.get(table, 0)}
+    modules = [size for path, size in sizes.items() if path.endswith(".pte")]
+    if binaries:
+        graphs, source = round(OVERHEAD * sum(binaries)), "context binaries"
+    elif modules:
+        graphs, source = sum(modules), ".pte files"
+    else:
+        graphs, source = sum(sizes.get(path, 0) for path in ("onnx/weights.bin", "onnx/quantised.bin")), "weight files"
+    return {"graphs": graphs, "from": source, "table": sizes.get(table, 0)}
 
 
 def on_devices(spec: StepSpec, manifest: Manifest) -> list[dict[str, Any]]:

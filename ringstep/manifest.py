@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ class Manifest:
         return self.folder / name
 
     def write(self, path: Path) -> None:
+        """Write what manifest.json holds to another place, synced. Raises OSError."""
         stages = {name: dataclasses.asdict(record) for name, record in self.stages.items()}
         for record in stages.values():
             del record["skipped"]
@@ -154,17 +156,20 @@ def manifest_of(folder: Path) -> Manifest:
     return Manifest.load(folder)
 
 
-def changed_files(manifest: Manifest) -> list[str]:
-    """A line for every recorded file that is missing or of another size; what files hold is not read."""
+def changed_files(manifest: Manifest, *records: StageRecord) -> list[str]:
+    """A line for every file of `records`, else of all, that is missing or of another size; none is read."""
     lines = []
-    for record in manifest.stages.values():
+    for record in records or manifest.stages.values():
         for name, output in record.outputs.items():
             path = manifest.path(name)
-            size = path.stat().st_size if path.is_file() else None
-            if size is None:
+            try:
+                status = path.stat()
+            except OSError:
+                status = None
+            if status is None or not stat.S_ISREG(status.st_mode):
                 lines.append(f"{path} is missing, export again")
-            elif size != output.bytes:
-                lines.append(f"{path} has {size} bytes where {FILE} says {output.bytes}, export again")
+            elif status.st_size != output.bytes:
+                lines.append(f"{path} has {status.st_size} bytes where {FILE} says {output.bytes}, export again")
     return lines
 
 
@@ -207,6 +212,7 @@ def open_folder(folder: Path | str) -> Iterator[Manifest]:
 
 
 def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there; a link, not what it leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -214,6 +220,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Put a folder's entries on the disk. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -232,6 +239,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def check_path(folder: Path, name: str, where: str) -> None:
+    """Raise RingstepError, beginning with `where`, for the name of an output that is not plainly inside the folder."""
     pure = PurePosixPath(name)
     plain = name.isprintable() and "\\" not in name and pure.as_posix() == name
     if not plain or pure.is_absolute() or ".." in pure.parts or name.startswith(".") or name == FILE:
@@ -248,7 +256,7 @@ _MANIFEST_KEYS: dict[str, Any] = {
     "stages": dict,
     "aihub": dict,
 }
-STAGE_NAME_KEYS: dict[str, Any] = {
+_STAGE_KEYS: dict[str, Any] = {
     "name": str,
     "key": str,
     "inputs": dict,
@@ -263,7 +271,7 @@ STAGE_NAME_KEYS: dict[str, Any] = {
 
 def _read_stage(folder: Path, name: str, entry: Any, where: str) -> StageRecord:
     where = f"{where}: stage {name!r}"
-    _check_keys(entry, STAGE_NAME_KEYS, where)
+    _check_keys(entry, _STAGE_KEYS, where)
     if entry["name"] != name or not STAGE_NAME.fullmatch(name):
         raise RingstepError(f"{where}: bad name")
     outputs = {}

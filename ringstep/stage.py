@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,17 @@ from typing import Any
 
 from ringstep.errors import RingstepError
 from ringstep.hashing import sha256_file
-from ringstep.manifest import FILE, STAGE_NAME, Manifest, Output, StageRecord, check_path, remove, sync_folder
+from ringstep.manifest import (
+    FILE,
+    STAGE_NAME,
+    Manifest,
+    Output,
+    StageRecord,
+    changed_files,
+    check_path,
+    remove,
+    sync_folder,
+)
 
 SAMPLE_SECONDS = 0.05
 LOOK_FOR_CHILDREN = 5  # once in so many samples
@@ -135,17 +144,9 @@ def _key(name: str, inputs: dict[str, str], options: dict[str, Any], versions: d
 
 def intact(manifest: Manifest, record: StageRecord) -> bool:
     """Whether the outputs of a stage are still what it wrote."""
-    for name, output in record.outputs.items():
-        path = manifest.path(name)
-        try:
-            status = path.stat()
-        except OSError:
-            return False
-        if not stat.S_ISREG(status.st_mode) or status.st_size != output.bytes:
-            return False
-        if sha256_file(path) != output.sha256:
-            return False
-    return True
+    if changed_files(manifest, record):
+        return False
+    return all(sha256_file(manifest.path(name)) == sha256 for name, sha256 in record.hashes.items())
 
 
 def _outputs(temporary: Path, stage: str) -> dict[str, Output]:
